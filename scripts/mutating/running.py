@@ -4,7 +4,8 @@ A worker has a core and a copy of the tree to itself; the programs that XLA comp
 of tests runs on the unchanged tree. A test that does not pass there, as for want of a package, would seem to catch
 everything: it is left out, and named. Of the others it is then known how long they take and, from Python 3.12 on, which
 lines they run: the tests that run the line of a drawn bug come first, those of the cheapest file before the others. In
-both parts dear tests wait until the cheap ones have passed: a bug that a dear test catches is one that needs it.
+both parts dear tests wait until the cheap ones have passed: a bug that a dear test catches is one that needs it. A line
+that runs as its file is imported, as a default or a constant, is no test's: there all that are quick come first.
 """
 
 import itertools
@@ -27,6 +28,7 @@ from typing import Protocol
 from mutating.drawn import ROOT
 
 DEAR = 1.5  # seconds: tests that take as long run after those that do not, so that these catch what they can
+QUICK = 0.2  # seconds: tests that take less come first of all where no test is known to run the line of a bug
 SLOW = 20.0  # seconds, beside ten times those that it takes without a bug, after which a test hangs
 
 
@@ -84,13 +86,21 @@ class FileOfTests:
 
     def that_run(self, source: str, changed: range | None) -> list[str]:
         """Return the tests that run one of the changed lines; one that runs as it is imported, any of the source."""
-        if changed is None or not self.lines:
-            return []
-        mask = sum(1 << number for number in changed)
-        of_source = {test: int(lines[source], 16) for test, lines in self.lines.items() if source in lines}
+        of_source = self._of_source(source)
         at_import = of_source.pop("", 0)
+        mask = sum(1 << number for number in changed or ())
         found = [test for test, lines in of_source.items() if lines & mask]
         return found if found or not at_import & mask else [test for test, lines in of_source.items() if lines]
+
+    def run_at_import(self, source: str, changed: range | None) -> bool:
+        """Return True if the changed lines run as the source is imported, and not in a test."""
+        of_source = self._of_source(source)
+        at_import = of_source.pop("", 0)
+        mask = sum(1 << number for number in changed or ())
+        return bool(at_import & mask) and not any(lines & mask for lines in of_source.values())
+
+    def _of_source(self, source: str) -> dict[str, int]:
+        return {test: int(lines[source], 16) for test, lines in self.lines.items() if source in lines}
 
 
 def run_all(
@@ -275,7 +285,13 @@ class Run:
         cost = {file.file: sum(map(file.seconds.get, first.get(file.file, ()))) for file in of_bug}
         files = sorted(first, key=cost.get)
         chosen = [test for file in files for test in first[file]]
-        for kind, tests in ("cheap", [t for t in chosen if t not in dear]), ("dear", [t for t in chosen if t in dear]):
+        quick: list[str] = []
+        if any(file.run_at_import(bug.file, bug.lines) for file in of_bug):
+            quick = [test for file in of_bug for test, seconds in file.seconds.items() if seconds < QUICK]
+            chosen = [test for test in chosen if test not in quick]
+        is_dear = lambda test: test in dear
+        parts = {"quick": quick, "cheap": [*itertools.filterfalse(is_dear, chosen)], "dear": [*filter(is_dear, chosen)]}
+        for kind, tests in parts.items():
             if tests:
                 named = dict.fromkeys(test.partition("::")[0] for test in tests)
                 yield [*named, "--chosen", self._list(bug, kind, tests)]
@@ -283,7 +299,7 @@ class Run:
         words = [word for word in shlex.split(bug.tests) if word.partition("::")[0] not in left_out | unknown]
         words = sorted(words, key=lambda word: word not in first) if bug.lines else words
         if any(word.startswith("tests/") for word in words):
-            done = left_out | set(chosen)
+            done = left_out | {*quick, *chosen}
             if dear - done:
                 yield [*words, "--left-out", self._list(bug, "first", sorted(done | dear))]
                 done |= {test for file in of_bug for test in file.seconds} - dear

@@ -1,5 +1,6 @@
 """The pieces of kernels that run without one: where blocks lie, what is refused, what a call is said to cost."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from support.pytrees import assert_settings_are_static
 
+from m3jax import M3Config
 from pallas_kernels import mosaic_common, pages, triton_common
 from pallas_kernels.backends import Limits
 from pallas_kernels.checks import (
@@ -19,13 +21,18 @@ from pallas_kernels.checks import (
     check_pages,
     check_selection,
 )
+from pallas_kernels.cudnn_causal import cudnn_causal
+from pallas_kernels.few_experts.triton import default_config as few_experts_config
 from pallas_kernels.gradient import with_gradient
 from pallas_kernels.mosaic_common import Chip
 from pallas_kernels.mxfp8 import Weights, check_weights
 from pallas_kernels.numbers import can_reach, power_of_two
 from pallas_kernels.ordered_project import ordered_project
 from pallas_kernels.pages import contiguous, paged, seen_positions
-from pallas_kernels.shapes import Shape
+from pallas_kernels.shapes import DECODE, PREFILL, Shape
+from pallas_kernels.sparse_decode.triton.attend import Config as DecodeConfig
+from pallas_kernels.sparse_decode.triton.attend import default_config as decode_config
+from pallas_kernels.sparse_decode.triton.merge import merge
 from pallas_kernels.stacked_project import MOST_ROWS, stacked_project
 
 E4M3 = jnp.float8_e4m3fn
@@ -149,6 +156,94 @@ def test_figures_of_a_shape_count_what_any_method_needs():
     assert (shape.index_bytes, shape.dense_bytes) == (2 * 2 * 7 * 5, 2 * 2 * 2 * 2 * 7 * 5)
     assert shape.selected_bytes == 2 * 2 * 2 * 2 * 4 * 5
     assert replace(shape, top_k=9).selected_bytes == 2 * shape.selected_bytes  # no more than there are
+
+
+def test_a_named_shape_has_the_numbers_of_its_name():
+    """Rows, queries and the context that they end; M3's heads, or a quarter of them; what a name leaves out is 1."""
+    config = M3Config.m3()
+    whole = dict(
+        heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, width=config.head_dim,
+        block_size=config.index_block_size, top_k=config.index_topk_blocks,
+    )  # fmt: skip
+    for shape in (*PREFILL, *DECODE):
+        share, is_shard = 4 if shape.name.startswith("shard of 4, ") else 1, shape.name.startswith("shard")
+        kind, *numbers = re.findall(
+            "[a-z]+|[0-9,]+", shape.name.removeprefix("shard of 4, ") if is_shard else shape.name
+        )
+        sizes = [int(number.replace(",", "")) for number in numbers if number not in ("at", "x")]
+        at = {
+            "prefill": (1, *sizes, *sizes),
+            "chunk": (1, *sizes),
+            "decode": (*sizes[:1], 1, *sizes[1:]),
+            "verify": sizes,
+        }
+        expected = whole | dict(heads=whole["heads"] // share, kv_heads=whole["kv_heads"] // share)
+        assert shape == Shape(shape.name, *at[kind], **expected)
+
+
+def test_cudnn_attends_to_whole_rows(monkeypatch, unchecked):
+    """Its output behind a row is 0, whatever it gives there; other dtypes, and keys of other tokens, are refused."""
+    given = {}
+
+    def attend(q, k, v, **options):
+        given.update(options)
+        return jnp.full(q.shape, 3, q.dtype)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    of = lambda *shape, dtype="bfloat16": array(*shape, dtype=dtype)
+    q, keys, lengths = of(2, 3, 4, 8), of(2, 3, 2, 8), jnp.array([3, 1], jnp.int32)
+    out = cudnn_causal(q, keys, keys, lengths)
+    assert out[:, :, 0, 0].tolist() == [[3, 3, 3], [3, 0, 0]] and given.pop("implementation") == "cudnn"
+    assert given.pop("is_causal") and all(x.tolist() == [3, 1] for x in given.values())
+    assert cudnn_causal(q.astype("float16"), keys, keys, lengths).dtype == jnp.float16
+    for wrong, k in ((of(2, 3, 4, 8, dtype="float32"), keys), (q, of(2, 4, 2, 8)), (q, of(1, 3, 2, 8))):
+        with pytest.raises(ValueError, match="cuDNN takes bfloat16 and float16, and this path as many keys as queries"):
+            cudnn_causal(wrong, k, k, lengths)
+
+
+def test_a_decode_step_has_as_many_programs_as_run_at_once():
+    """One a multiprocessor or, of one-byte numbers, two, for a single query of few rows; other calls walk pieces."""
+    for stored, selections, length, programs in (
+        (E4M3, 1, 1, 264), (E4M3, 500, 1, 264), ("bfloat16", 132, 1, 132), ("float16", 1, 1, 132),
+        ("bfloat16", 133, 1, None), ("bfloat16", 1, 2, None), (E4M3, 1, 2, None), ("float32", 1, 1, None),
+    ):  # fmt: skip
+        expected = DecodeConfig() if programs is None else DecodeConfig(programs=programs, keys=128)
+        assert decode_config(stored, selections, length) == expected, (stored, selections, length)
+    assert (DecodeConfig().programs, DecodeConfig().splits, DecodeConfig().keys) == (264, None, 64)
+
+
+def test_pieces_of_few_experts_divide_their_widths():
+    """Of 64 and of 128 channels; two to eight pairs read another piece of each expert than one or many do."""
+    sizes = {pairs: few_experts_config("bfloat16", (6144, 3072), pairs) for pairs in (1, 2, 8, 9)}
+    assert sizes[2] == sizes[8] != sizes[9] == sizes[1]
+    for config in (
+        *sizes.values(),
+        few_experts_config("float32", (192, 64), 4),
+        few_experts_config(E4M3, (192, 128), 4),
+    ):
+        for piece in (config.hidden, config.out):
+            assert 6144 % piece.depth == 3072 % piece.depth == 6144 % piece.columns == 3072 % piece.columns == 0
+            assert all(size & (size - 1) == 0 for size in (piece.depth, piece.columns))
+    narrow = few_experts_config("bfloat16", (192, 128), 4)
+    assert {narrow.hidden.depth, narrow.hidden.columns, narrow.out.depth, narrow.out.columns} == {64}
+    assert few_experts_config("bfloat16", (128, 192), 4) == narrow != few_experts_config("bfloat16", (128, 256), 4)
+
+
+@pytest.mark.parametrize("splits", [4, 5])
+def test_splits_of_a_decode_step_are_merged(splits):
+    """Four at most by programs of all rows of a tile, more by programs of one head; a query that saw no key has 0."""
+    draw = np.random.default_rng(splits)
+    parts, lses = draw.normal(size=(1, 2, 2, splits, 16, 4)).astype(np.float32), draw.normal(size=(1, 2, 2, splits, 16))
+    lses[0, 1, 0, 1:] = lses[0, 0, 1, :, 2] = -np.inf  # one split alone saw a key; of a head none did
+    out, lse = merge(jnp.asarray(parts), jnp.asarray(lses, jnp.float32), jnp.float32, group=3, interpret=True)
+    num_rows = 16 if splits == 4 else 3
+    weights = np.exp2(lses)[..., :num_rows]
+    total = weights.sum(3)
+    expected = (parts[..., :num_rows, :] * weights[..., None]).sum(3) / np.where(total, total, 1)[..., None]
+    assert out.shape == expected.shape
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(lse, np.log(total), rtol=1e-5, atol=1e-6)
 
 
 def test_a_kernel_has_the_gradient_of_its_schedule():

@@ -7,6 +7,7 @@ waited for, and looks for races between copies and computation. Memory that noth
 import math
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxprs_in_params
+from support import msa_reference as reference
 from support.comparisons import assert_close, assert_same_sets
 from support.insertion import EPS, draw
 from support.insertion import expected as inserted
@@ -29,6 +31,7 @@ from support.msa_strategies import (
     RAGGED,
     ROOMY,
     Case,
+    Shape,
     assert_partial,
     cases,
     dense_attention,
@@ -39,6 +42,7 @@ from support.msa_strategies import attention as definition
 
 from m3jax.model.layers import rope_table
 from pallas_kernels.dense_causal import dense_causal
+from pallas_kernels.dense_causal import mosaic_tpu as dense_tpu
 from pallas_kernels.dense_causal.mosaic_tpu import Config as DenseConfig
 from pallas_kernels.index_topk import index_topk as index_kernel
 from pallas_kernels.index_topk.mosaic_tpu import Config as IndexConfig
@@ -46,11 +50,13 @@ from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.index_topk_decode.mosaic_tpu import Config as IndexDecodeConfig
 from pallas_kernels.pages import paged
 from pallas_kernels.qk_norm_rope_insert import qk_norm_rope_insert
+from pallas_kernels.sparse_decode import mosaic_tpu as decode_tpu
 from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_decode.mosaic_tpu import Config as DecodeConfig
 from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill.mosaic_tpu import Config, kv_block_major
 
+union_tpu = import_module("pallas_kernels.sparse_prefill.mosaic_tpu.query_union")  # its function has its name
 STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 further = pytest.mark.further
 FEW = 3  # queries that a decode kernel is given
@@ -177,6 +183,20 @@ def test_selection_where_axes_agree(case, name):
     assert_same_sets(index(case, "paged", **options), chosen(case))
 
 
+def test_keys_are_those_of_the_order():
+    """By them selections of several devices are joined: of a row's first block, of its second, and of padding."""
+    shape = Shape(B=2, T=3, S=16, N=1, K=1, H=8, P=4, J=2)
+    case = Case(shape, np.tile(np.arange(3, 6, dtype=np.int32), (2, 1)), np.array([5, 16], np.int32), 0)
+    blocks, keys = index(case, "paged", **INDEX["decode"], return_keys=True)
+    at = case.positions, case.lengths
+    scores = reference.block_scores(*case.index(), *at, shape.P)
+    by_id = np.sort(np.where(blocks < 0, shape.M, blocks), axis=-1)
+    assert_same_sets(np.where(by_id < shape.M, by_id, -1), reference.select_blocks(scores, *at, block_size=4, top_k=2))
+    expected = np.where(blocks < 0, -np.inf, np.take_along_axis(scores, np.maximum(blocks, 0), axis=-1))
+    expected[blocks == (case.positions // shape.P)[:, None, :, None]] = np.inf
+    assert_close(keys, expected, "keys", "B K T J", atol=1e-5)
+
+
 @further
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_forced_blocks_use_slots(name):
@@ -224,6 +244,51 @@ def test_attention_is_that_of_the_definition(data, name, layout):
     case = fitting(data.draw(cases((SHAPES[layout],))), options)
     blocks = case.any_blocks()
     check(attention(case, layout, blocks, **options), of_definition(case, blocks))
+
+
+def test_a_tile_starts_the_copies_of_the_next_one():
+    """Of its first three blocks: a tile that walks fewer starts some before its first one, one that walks none all."""
+    case = at_the_end(SMALL, 4)  # two tiles of each row and KV head, one after the other
+    blocks = np.full((2, SMALL.K, SMALL.T, SMALL.J), -1, np.int32)
+    walked = (1, 3, 0, 3, 2, 2, 0, 1)
+    for step, count in enumerate(walked):
+        row, head, tile = step // 4, step // 2 % 2, step % 2
+        blocks[row, head, 4 * tile, :count] = np.random.default_rng(step).permutation(SMALL.M)[:count]
+    check(attention(case, "paged", blocks, **ATTENTION["query_union"]), of_definition(case, blocks))
+
+
+@pytest.mark.parametrize("name", ["query_union", "dense", "decode"])
+def test_rows_are_taken_as_many_at_a_time_as_scalar_memory_holds(name, monkeypatch):
+    """Five rows in groups of two by their lists; all at once where keys lie in rows, and a kernel has no lists."""
+    q, blocks = jnp.arange(5 * 4 * 2 * 8.0).reshape(5, 4, 2, 8), jnp.zeros((5, 1, 4, 2), jnp.int32)
+    at, how = (jnp.zeros((5, 4), jnp.int32), jnp.ones(5, jnp.int32)), dict(return_lse=True, interpret=STRICT)
+    dense = partial(dense_causal, kv_heads=1, backend="mosaic_tpu")
+    module, listed, run = {
+        "query_union": (union_tpu, 0, lambda pages: sparse_prefill(q, pages, pages, blocks, *at, **tiled, **how)),
+        "dense": (dense_tpu, 0, lambda pages: dense(q, pages, pages, *at, **how)),
+        "decode": (
+            decode_tpu,
+            blocks[0].size,
+            lambda pages: sparse_decode(q, pages, pages, blocks, *at, **tiled, **how),
+        ),
+    }[name]
+    tiled = {key: option for key, option in ATTENTION.get(name, {}).items() if key != "op"}
+    taken = []
+
+    def attend_rows(q, v, *of_rows, rows, **sizes):
+        taken.append(rows.indices(5))
+        return q[:, :4], q[:, :4, :, 0]
+
+    monkeypatch.setattr(module, "_attend_rows", attend_rows)
+    monkeypatch.setattr(module, "PREFETCHED", 2 * (3 + listed) + 1)
+    in_pages = paged(jnp.zeros((1, 15, 1, 4, 8)), jnp.arange(15, dtype=jnp.int32).reshape(5, 3), 0)
+    in_rows = view(jnp.zeros((1, 5, 1, 12, 8)), None, 4)
+    for pages, expected in ((in_pages, [0, 2, 4]), (in_rows, [0, 2, 4] if listed else [0])):
+        out, lse = run(pages)
+        np.testing.assert_array_equal(out, q)
+        np.testing.assert_array_equal(lse, q[..., 0])
+        assert [start for start, *_ in taken] == expected, taken
+        taken.clear()
 
 
 @pytest.mark.parametrize("layout", ["paged", pytest.param("contiguous", marks=further)])
@@ -393,15 +458,8 @@ def all_equations(jaxpr):
                 yield from all_equations(inner)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["query_union", *(pytest.param(name, marks=further) for name in ("dense", "decode", "index", "index of a step"))],
-)
-def test_a_kernel_s_estimate_is_what_it_moves(name, monkeypatch):
-    """Where queries choose as differently as they can, and see all; then its copies are as many as there can be.
-
-    A step of query_union reads the next one's list too, but for the last.
-    """
+def call_that_reads_all(name: str) -> tuple:
+    """A kernel's call, in which a query sees all blocks, and those of a tile choose as differently as they can."""
     shape = replace(GROUPED, B=1, T=4, J=4)
     tokens = 2
     case = at_the_end(replace(shape, S=tokens * 4 * shape.P), 1)
@@ -429,9 +487,34 @@ def test_a_kernel_s_estimate_is_what_it_moves(name, monkeypatch):
         op, args = partial(op, config=config), (
             jnp.asarray(index_q), in_pages(index_k), behind, lengths + 1,
         )  # fmt: skip
-    run = lambda *args: op(*args, backend="mosaic_tpu", interpret=STRICT)
-    moved, estimate = copies_and_estimate(monkeypatch, run, *args)
+    return lambda *args: op(*args, backend="mosaic_tpu", interpret=STRICT), *args
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dense", *(pytest.param(name, marks=further) for name in ("query_union", "decode", "index")), "index of a step"],
+)
+def test_a_kernel_s_estimate_is_what_it_moves(name, monkeypatch):
+    """Where queries choose as differently as they can, and see all; then its copies are as many as there can be.
+
+    A step of query_union reads the next one's list too, but for the last.
+    """
+    moved, estimate = copies_and_estimate(monkeypatch, *call_that_reads_all(name))
     assert moved == pytest.approx(estimate, rel=0.02), f"{moved} bytes, and {estimate} by the estimate"
+
+
+@pytest.mark.parametrize(("name", "pages"), [("dense", 16), ("query_union", 32), ("decode", 32)])
+def test_an_estimate_counts_the_pages_of_keys_and_of_values(name, pages):
+    """Of two KV heads and eight blocks: by each of a tile's steps, or of a token's, where four blocks are chosen."""
+    fn, *args = call_that_reads_all(name)
+    traced = jax.jit(fn).trace(*args).jaxpr.jaxpr
+    (call,) = (eqn for eqn in all_equations(traced) if eqn.primitive.name == "pallas_call")
+    in_scalar_memory = sum(
+        x.aval.size * x.aval.dtype.itemsize for x in call.invars[: call.params["grid_mapping"].num_index_operands]
+    )
+    copied = 2 * pages * GROUPED.P * GROUPED.H * 4  # in float32
+    moved = copied + fetched_by_index_maps(call) + in_scalar_memory
+    assert call.params["cost_estimate"].bytes_accessed == pytest.approx(moved, rel=0.02)
 
 
 def test_wrong_operands_are_refused(unchecked):

@@ -145,6 +145,24 @@ def test_experts_in_bfloat16_are_never_widened_all_at_once():
     assert scratch < of_one_layer, f"{scratch} bytes of scratch memory beside {of_one_layer} of a layer's experts"
 
 
+@pytest.mark.parametrize(("dtype", "is_inside"), [("bfloat16", True), ("float32", False)])
+def test_experts_in_bfloat16_are_read_inside_a_branch(dtype, is_inside):
+    """Outside of one XLA widens those of all layers before the loop, on a CPU that does not multiply 16-bit numbers."""
+    shapes = (3, 4, 8, 2), (3, 4, 8, 2), (3, 4, 2, 8)
+    weights = ExpertWeights(*(jnp.zeros(shape, dtype) for shape in shapes))
+
+    def run(x, weights, ids):
+        activate = lambda gate, up: (gate * up).astype(dtype)
+        return run_experts(x, weights, ids, jnp.int32(1), activate, path="one_by_one")
+
+    traced = jax.make_jaxpr(run)(jnp.zeros((1, 8), dtype), weights, jnp.zeros((1, 2), jnp.int32))
+    (loop,) = (step for step in traced.jaxpr.eqns if step.primitive.name == "scan")
+    body = loop.params["jaxpr"].jaxpr
+    stacks = [var for var in body.invars if var.aval.shape in shapes]
+    readers = {step.primitive.name for step in body.eqns for var in step.invars if var in stacks}
+    assert len(stacks) == 3 and readers and (readers == {"cond"}) == is_inside, readers
+
+
 # Router
 
 

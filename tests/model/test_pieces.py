@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, struct
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
 from support import tiny
 from support.parameters import KeepsMade, assert_axes_name_their_sizes, made
 from support.pytrees import assert_settings_are_static
 
+from m3jax import M3Config, arrays
 from m3jax import model as m3_model
+from m3jax.cache import CallPages
 from m3jax.execution import Values
 from m3jax.model import M3, build, calls, eagle3
 from m3jax.model.attention import Attention
@@ -23,14 +26,16 @@ from m3jax.model.choices import Choices, shapes_of
 from m3jax.model.context import Context
 from m3jax.model.eagle3 import Eagle3, Eagle3Config
 from m3jax.model.layers import MLP, rope_table, swiglu_oai
-from m3jax.model.media import join_features
+from m3jax.model.media import WithTower, join_features
 from m3jax.model.moe import MoE
 from m3jax.model.names import OF_LAYERS, as_pytrees, check_edits, check_names, check_recorded, expand, names_of
 from m3jax.model.summary import table
+from m3jax.ops import interpret
 from m3jax.parallel import mesh as meshes
 from m3jax.parallel.mesh import AXES, as_mesh, make_mesh, parse_mesh
 from m3jax.parallel.rules import PAGE_AXES, RULES, spec
 from m3jax.parallel.tokens import token_axes
+from m3jax.weights import StackedLayer
 
 CONFIG = tiny.config("dDmM")
 
@@ -232,6 +237,56 @@ def test_a_summary_is_a_table_of_the_parameters():
         "wide       1024 512  bfloat16  524,288  1.00",
         "all                            524,291  1.00",
     ]
+
+
+def test_a_line_of_a_summary_has_up_to_100_columns():
+    """A name of 69 fills it up, with the least that the other columns take; a longer one is cut."""
+    described = lambda width: nnx.Dict({"x" * width: nnx.Param(jax.ShapeDtypeStruct((3,), jnp.float32))})
+    lines = table(described(69)).splitlines()
+    assert {len(line) for line in lines} == {100} and "x" * 69 in lines[1]
+    assert "x" * 68 + "…" in table(described(70)).splitlines()[1]
+
+
+# Ways to compute
+
+
+def test_a_model_is_changed_in_what_a_method_says_alone(unchecked):
+    model = m3_model.abstract(tiny.config("M"), "float32")
+    in_tiles = dict(schedule="invariant", expert_path="in_fixed_tiles", invariant=True, call_pages=CallPages)
+    for changed, expected in (
+        (model.with_schedule("mask"), dict(schedule="mask")), (model.with_backend("triton"), dict(backend="triton")),
+        (model.with_invariance(), in_tiles), (model.with_invariance().with_invariance(False), {}),
+        (model.with_training_paths(CallPages, "copied"), dict(call_pages=CallPages, expert_path="copied")),
+        (model.with_dense(), {}), (model.with_score("lse"), {}),
+    ):  # fmt: skip
+        assert changed.compute == replace(model.compute, **expected), expected
+    assert [model.dense, model.with_dense().dense, model.with_dense().with_dense(False).dense] == [False, True, False]
+    assert (model.score, model.with_score("lse").score) == ("max", "lse")
+    for refused, message in (
+        (lambda: model.with_backend("cuda"), "backend = 'cuda': allowed are 'auto', 'xla', 'triton', 'mosaic_tpu'"),
+        (lambda: model.with_score("mean"), "score = 'mean'"),
+        (lambda: model.with_score(lambda scores: scores), "it returned shape"),
+        (lambda: model.with_activations("mxfp8"), "no weight is in MXFP8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refused()
+
+
+def test_layers_apart_leave_in_their_stacks_what_a_kernel_of_a_step_reads():
+    """By XLA each layer has matrices of its own; kernels of one order have a stack, which stays where it lies."""
+    whole_pieces = dict(
+        hidden_size=128, head_dim=64, index_head_dim=64, rotary_dim=32, intermediate_size=128, vocab_size=128,
+        dense_intermediate_size=128, shared_intermediate_size=64, num_local_experts=16,
+    )  # fmt: skip
+    model = m3_model.abstract(tiny.config("DD", **whole_pieces), "bfloat16")
+    first_layer = lambda model: jax.eval_shape(lambda model: model.with_layers_apart(1), model).stacks[0].apart[0]
+    by_xla = first_layer(model)
+    with interpret():
+        by_kernels = first_layer(model.with_invariance())
+    for layer, stays in ((by_xla, False), (by_kernels, True)):
+        matrix, norm = layer.self_attn.q_proj.get_value(), layer.input_layernorm.get_value()
+        assert isinstance(matrix, StackedLayer) == stays and norm.shape == (128,)
+        assert (matrix.stack if stays else matrix).shape == (*[2] * stays, 128, 8, 64)
 
 
 # Names
@@ -525,6 +580,46 @@ def test_a_call_is_refused_by_its_numbers(unchecked):
     assert shapes in found(**{"self": config_of, "choices": given})
 
 
+@struct.dataclass
+class Called:
+    """A model that says of each of its programs whether values are looked into in it."""
+
+    config: M3Config = struct.field(pytree_node=False)
+    looks: list = struct.field(pytree_node=False)
+    dense: bool = struct.field(pytree_node=False, default=False)
+
+    def __hash__(self):
+        return id(self)
+
+    @calls.model_call("names", "stop_at")
+    def run(self, tokens: Int[Array, "B T"], *, edits=None, names=None, stop_at=None) -> tuple:
+        self.looks.append((arrays.is_checking(), names, stop_at))
+        return tokens, {name: edit(tokens) for name, edit in (edits or {}).items()}
+
+
+def test_values_are_looked_into_where_a_selection_is_changed_and_nowhere_else():
+    """A program takes edits as pytrees and names as a tuple; that of one call is that of the next."""
+    tokens, looks = jnp.zeros((1, 2), jnp.int32), Looks()
+    model = Called(tiny.config("M"), looks)
+    for options, expected in (
+        ({}, (False, None, None)), (dict(edits={"layers.0.q": jnp.negative}), (False, None, None)),
+        (dict(edits={"layers.0.blocks": jnp.negative}), (True, None, None)),
+        (dict(edits={"embedding": abs, "layers.*.expert_ids": jnp.negative}), (True, None, None)),
+        (dict(names=["layers.0.q"], stop_at=1), (False, ("layers.0.q",), 1)), (dict(stop_at=1), (False, None, 1)),
+    ):  # fmt: skip
+        found = model.run(tokens, **options)
+        model.run(tokens, **options)  # nothing is traced again
+        assert looks.pop() == expected and not looks, options
+        assert found[1].keys() == options.get("edits", {}).keys()
+
+
+class Looks(list):
+    """A list that a program may be compiled for."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
 # Layers and features
 
 
@@ -544,3 +639,21 @@ def test_features_stand_in_place_of_their_tokens():
     x, features = jnp.arange(12.0).reshape(2, 3, 2), 100 + jnp.arange(4.0).reshape(2, 2)
     found = join_features(x, features, jnp.array([[-1, 1, 0], [0, -1, -1]], jnp.int32))
     assert found.tolist() == [[[0, 1], [102, 103], [100, 101]], [[100, 101], [8, 9], [10, 11]]]
+
+
+def test_a_feature_goes_to_its_place_among_all_rows_tokens():
+    """The first and the last place too; one below 0 is none, and the first token keeps its embedding."""
+    table = jnp.arange(12.0).reshape(6, 2)
+    model = SimpleNamespace(
+        embed_tokens=table, execution=lambda: SimpleNamespace(embed=lambda tokens, table: table[tokens])
+    )
+    tokens, features = jnp.array([[0, 1, 2], [3, 4, 5]], jnp.int32), 100 + jnp.arange(8.0).reshape(4, 2)
+    embed = WithTower.embed.__wrapped__
+    np.testing.assert_array_equal(embed(model, tokens), table.reshape(2, 3, 2))
+    for places in ([5, -1, 0, 3], [-1, 2, -7, 4]):
+        expected = np.array(table)
+        for feature, place in zip(features, places, strict=True):
+            if place >= 0:
+                expected[place] = feature
+        found = embed(model, tokens, features, jnp.array(places, jnp.int32))
+        np.testing.assert_array_equal(found, expected.reshape(2, 3, 2))

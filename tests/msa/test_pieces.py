@@ -6,15 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import msa_reference as reference
 from support.pytrees import assert_settings_are_static
-from support.shares import BLOCKS, KV_HEADS, SIZE, WIDTH, devices_map, normal, shared_memory
+from support.shares import AXIS, BLOCKS, KV_HEADS, QUICK, SIZE, WIDTH, devices_map, normal, shared_memory
 
 import m3jax
 from m3jax import msa, numerics
-from m3jax.msa import SelectionRules, chunks, views
+from m3jax.msa import SelectionRules, chunks, inversion, views
+from m3jax.msa.candidates import Candidates, join_over_devices
 from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
+from m3jax.msa.definition import msa as msa_of_all
 from m3jax.msa.rules import check_chosen, check_lengths, check_numbers, check_rows, check_score_shape
-from m3jax.msa.schedules import layout
+from m3jax.msa.schedules import lanes, layout
 from m3jax.msa.schedules.blockwise import blockwise
 from m3jax.msa.schedules.index_walk import index_walk
 from m3jax.msa.schedules.lanes import invariant, invariant_all, select_invariant
@@ -152,6 +155,26 @@ def test_devices_that_share_rows_select_and_attend_as_one():
                 np.testing.assert_allclose(x[device], y, atol=1e-6)
 
 
+def test_msa_is_its_three_steps_in_numpy():
+    """Scores, the best blocks, attention to these: also of padding, and of rows that end inside a block."""
+    (q, index_q, positions, lengths), (k, v, index_k), _ = shared_memory()
+    of_arrays = jax.jit(partial(msa_of_all, rules=RULES, block_size=SIZE), compiler_options=QUICK)
+    out, blocks = of_arrays(q, k, v, index_q, index_k, positions, lengths)
+    scores = reference.block_scores(index_q, index_k, positions, lengths, SIZE)
+    expected = reference.select_blocks(scores, positions, lengths, block_size=SIZE, top_k=RULES.top_k)
+    np.testing.assert_array_equal(blocks, expected)
+    np.testing.assert_allclose(out, reference.attention(q, k, v, positions, lengths, expected, SIZE)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_candidates_are_joined_over_devices_in_one_exchange_and_in_two(dtype):
+    """Keys of 32 bits go with the ids, others by themselves; equal ones go to the lower id, -inf is no candidate."""
+    blocks = np.array([[[4, 2, 0]], [[1, 3, 5]]], np.int32)  # [devices X C]
+    keys = np.array([[[3.0, 1, -np.inf]], [[2.0, 1, np.inf]]], np.float32)
+    join = lambda blocks, keys: join_over_devices(Candidates(blocks, keys), 4, (AXIS,))
+    assert devices_map(join, blocks, jnp.asarray(keys, dtype)).tolist() == [[[1, 2, 4, 5]]] * 2
+
+
 @pytest.mark.parametrize("gathered_bytes", [1 << 22, 0])
 def test_parts_of_devices_are_merged_in_one_exchange_and_in_three(gathered_bytes, monkeypatch):
     """T38: as `merge_parts` does; a part that saw no key may hold NaN, and outputs keep their dtype."""
@@ -217,6 +240,33 @@ def test_values_from_some_token_on_are_zero_on_every_platform(platform, monkeypa
     first = np.array([[0, 1, 2, 3, 4, 5], [1, 4, 0, 2, 3, 1]], np.int32)
     expected = np.where(np.arange(SIZE)[:, None] < first[..., None, None], values, 0)
     np.testing.assert_array_equal(layout.zero_from(jnp.asarray(values), jnp.asarray(first)), expected)
+
+
+def test_a_lane_walks_the_pieces_that_hold_a_key_which_it_sees():
+    """Up to that of its last token's own key, and none behind the row; what is padding asks for nothing."""
+    row = views.ContiguousIndex(jnp.zeros((1, 24, 2)), SIZE)  # six blocks, three pieces of two
+    for positions, length, pieces in (
+        ([-1, -1], 24, 0), ([0, -1], 24, 1), ([7, 3], 24, 1), ([3, 8], 24, 2), ([16, 0], 24, 3), ([23, 0], 24, 3),
+        ([8, 7], 8, 1), ([8, 9], 8, 0), ([16, 15], 16, 2), ([30, 2], 32, 3),
+    ):  # fmt: skip
+        assert lanes._pieces_seen(ints(positions), ints(length), row, 2) == pieces, (positions, length)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_few_pairs_are_inverted_by_comparison_and_many_by_sorting(platform, monkeypatch):
+    """As many comparisons as a platform's sort takes: of bins or places, whichever are more, with bins or pairs."""
+    taken, nowhere = [], inversion.Tiles(*[jnp.zeros(0)] * 7)
+    for way in ("by_comparison", "by_sorting"):
+        monkeypatch.setattr(inversion, way, lambda blocks, *sizes, way=way: taken.append(way) or nowhere)
+    monkeypatch.setattr(inversion, "platform", lambda: platform)
+    limit, bins = (1 << 14, 128) if platform == "cpu" else (1 << 19, 724)  # bins^2 is the limit, or just below it
+    for heads, num_blocks, pairs, tile, is_few in (
+        (1, bins, 2, 1, True), (1, bins + 1, 2, 1, False), (4, bins // 4, 1, 1, True), (4, bins // 4 + 1, 1, 1, False),
+        (1, 1, bins - 1, 1, True), (1, 1, bins, 1, False),
+        (1, 1, 8, limit // 8, True), (1, 1, 8, limit // 8 + 1, False),
+    ):  # fmt: skip
+        inversion.invert(jnp.zeros((1, heads, pairs, 1), jnp.int32), num_blocks, tile)
+        assert taken.pop() == ("by_comparison" if is_few else "by_sorting"), (heads, num_blocks, pairs, tile)
 
 
 @pytest.mark.parametrize("axis", [pytest.param(0, marks=pytest.mark.further), 1])

@@ -1,13 +1,17 @@
-"""A path of experts that is asked for by name: it runs, or says why it cannot."""
+"""The paths of experts: which one runs, by name and by itself, and what stands around the kernels."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.lowering import equations
 
-from m3jax.ops import EXPERT_PATHS, interpret, measured, run_experts
+from m3jax.msa.inversion import Tiles
+from m3jax.mxfp8 import MXFP8Array
+from m3jax.ops import EXPERT_PATHS, experts, interpret, measured, run_experts, sums_in_tiles
 from m3jax.ops.experts import ExpertWeights, why_not_path
 from m3jax.vectors.groups import experts as group
+from m3jax.weights import StackedLayer
 
 KERNELS = ("few", "grouped", "products")
 
@@ -90,3 +94,233 @@ def test_gradients_of_copied_experts_are_sums_over_their_tiles(monkeypatch):
     got, want = (jax.jit(jax.grad(fn, argnums=(0, 1)))(x, weights) for fn in (by_copies, of_all_experts))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want)
     assert not np.asarray(got[1].gate)[1, 3].any()
+
+
+# Which path runs
+
+PAIRS = [  # platform, (token, expert) pairs of a call, devices that divide the experts, the path
+    ("cpu", 16, None, "one_by_one"), ("cpu", 18, None, "tiled"), ("cpu", 32, 2, "one_by_one"), ("cpu", 34, 2, "tiled"),
+    ("cpu", 64, 8, "one_by_one"), ("cpu", 66, 8, "tiled"), ("tpu", 16, None, "gathered"), ("tpu", 18, None, "ragged"),
+    ("tpu", 16, 1, "one_by_one"), ("tpu", 64, 4, "one_by_one"), ("tpu", 66, 8, "ragged"), ("gpu", 16, None, "gathered"),
+    ("gpu", 18, None, "tiled"), ("gpu", 18, 8, "tiled"),
+]  # fmt: skip
+IN_BF16 = [  # in interpret mode, where a GPU's kernels run: tokens, options, the path and its own options
+    (64, {}, "tiled", {}), (64, dict(path="in_fixed_tiles"), "few", {}), (8, dict(path="copied"), "copied", {}),
+    (65, dict(path="in_fixed_tiles"), "grouped", dict(least_tile=64)), (4, dict(path="ragged"), "ragged", {}),
+    (65, dict(path="in_fixed_tiles", backend="xla"), "in_fixed_tiles", {}),
+]  # fmt: skip
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The paths that ran, with their options, each in place of what it computes."""
+    names = []
+
+    def path(name):
+        def run(x, weights, expert_ids, layer, activate, *shared, **options):
+            names.append((name, options))
+            return jnp.zeros((*expert_ids.shape, x.shape[1]))
+
+        return run
+
+    for name in EXPERT_PATHS:
+        monkeypatch.setattr(experts, name, path(name))
+    monkeypatch.setattr(experts, "EXPERT_PATHS", {name: path(name) for name in EXPERT_PATHS})
+    return names
+
+
+def test_few_pairs_and_many_take_the_path_of_their_platform(taken, monkeypatch):
+    """Up to 16 pairs, or as many a device, of four devices at most."""
+    weights = ExpertWeights(*(jnp.zeros((1, 8, *shape)) for shape in ((4, 2), (4, 2), (2, 4))))
+    for platform, pairs, shares, expected in PAIRS:
+        monkeypatch.setattr(experts, "platform", lambda platform=platform: platform)
+        ids = jnp.zeros((pairs // 2, 2), jnp.int32)
+        run_experts(jnp.zeros((len(ids), 4)), weights, ids, jnp.int32(0), jnp.multiply, num_shares=shares)
+        options = dict(num_shares=shares or 1) if expected == "one_by_one" else {}
+        assert taken.pop() == (expected, options) and not taken, (platform, pairs, shares)
+
+
+def test_one_order_of_sums_and_mxfp8_take_kernels_where_there_are_some(taken):
+    weights = ExpertWeights(*[jnp.zeros((1, 8, 128, 128), jnp.bfloat16)] * 3)
+    codes, scales = jnp.zeros((2, 8, 128, 128), jnp.uint8), jnp.zeros((2, 8, 4, 128), jnp.uint8)
+    kept = ExpertWeights(*[MXFP8Array(codes, scales)] * 3)
+
+    def run(weights, tokens, **options):
+        x, ids = jnp.zeros((tokens, 128), jnp.bfloat16), jnp.zeros((tokens, 4), jnp.int32)
+        run_experts(x, weights, ids, jnp.int32(0), jnp.multiply, **options)
+        assert len(taken) == 1
+        return taken.pop()
+
+    with interpret():
+        for tokens, options, *expected in IN_BF16:
+            assert run(weights, tokens, **options) == tuple(expected), options
+        assert run(kept, 4) == ("grouped", {})
+        assert run(kept, 4, path="in_fixed_tiles") == ("grouped", dict(least_tile=64))
+        assert run(weights, 4, shared=[StackedLayer(weights.gate[:, 0], jnp.int32(0))] * 3) == ("few", {})
+    assert run(kept, 4) == ("one_by_one", dict(num_shares=1))
+
+
+def test_heights_of_tiles_are_those_that_units_of_matrices_multiply():
+    """Powers of two, 16 at least on a GPU and a whole unit of 128 on a TPU; the lower ones come first."""
+    for tiles in (measured.KERNEL_TILES, measured.MXFP8_TILES):
+        assert tiles == tuple(sorted(tiles)) and min(tiles) == 16
+    of_gpu = *measured.KERNEL_TILES, *measured.MXFP8_TILES, measured.ORDERED_TILE, measured.PRODUCT_TILE
+    for tile in (*of_gpu, measured.COPIED_TILE, measured.CPU_TILE, experts._FIXED_TILE):
+        assert tile & (tile - 1) == 0, tile
+    assert min(of_gpu) == 16 and measured.TPU_EXPERT_TILE == 128
+    assert {measured.ORDERED_TILE} <= set(measured.KERNEL_TILES) & set(measured.MXFP8_TILES)
+
+
+# What stands around a kernel
+
+EXPERTS = 4
+
+
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+def choice(pairs: int, least: int = -1) -> np.ndarray:
+    """Two experts for each token; -1 for one that is elsewhere."""
+    ids = np.random.default_rng(pairs).integers(least, EXPERTS, (pairs // 2, 2))
+    return np.maximum(ids, -1).astype(np.int32)
+
+
+def by_expert(x, expert):
+    """What stands for an expert: a multiple of the token, by which each is known."""
+    return x * (1 + expert)
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """The tiles of each expert, made without a program; kernels without gradients, which get numbers."""
+
+    def invert(ids, num_experts, tile):
+        pairs_of = [np.flatnonzero(np.asarray(ids) == expert) for expert in range(num_experts)]
+        filled = [(e, pairs[i : i + tile]) for e, pairs in enumerate(pairs_of) for i in range(0, len(pairs), tile)]
+        count = ids.size // tile + min(ids.size, num_experts)
+        block, pair, valid = (
+            np.full(count, num_experts - 1),
+            np.zeros((count, tile), int),
+            np.zeros((count, tile), bool),
+        )
+        place_of = np.zeros(ids.size, int)
+        for place, (expert, pairs) in enumerate(filled):
+            block[place], pair[place, : len(pairs)], valid[place, : len(pairs)] = expert, pairs, True
+            place_of[pairs] = place * tile + np.arange(len(pairs))
+        row = np.zeros(count, int)
+        tiles = row, row, block, pair // ids.shape[-1], pair
+        whole = lambda x: jnp.asarray(x, jnp.int32)
+        return Tiles(*map(whole, tiles), jnp.asarray(valid), whole(place_of.reshape(ids.shape)))
+
+    monkeypatch.setattr(experts, "invert", invert)
+    monkeypatch.setattr("pallas_kernels.gradient.with_gradient", lambda kernel, schedule, count: kernel)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "mosaic_tpu"])
+def test_few_pairs_in_mxfp8_are_their_own_tiles_and_many_share_theirs(kernels, by_hand, monkeypatch):
+    """Up to one and a half an expert on a GPU, up to 16 on a TPU; then as high as an expert has pairs, or higher."""
+    heights = []
+
+    def kernel(x, gate, up, down, layer, expert, token, valid, *, backend, **options):
+        assert backend == kernels and token.shape == valid.shape
+        heights.append(token.shape[1])
+        x, expert, token, valid = map(np.asarray, (x, expert, token, valid))
+        return jnp.asarray(np.where(valid[..., None], by_expert(x[token], expert[:, None, None]), np.nan), jnp.float32)
+
+    monkeypatch.setattr("pallas_kernels.mxfp8_experts.mxfp8_experts", kernel)
+    monkeypatch.setattr(experts, "kernels_here", lambda backend: kernels)
+    kept = MXFP8Array(jnp.zeros((1, EXPERTS, 32, 32), jnp.uint8), jnp.zeros((1, EXPERTS, 1, 32), jnp.uint8))
+    most = 6 if kernels == "triton" else 16
+    on_both = (most, 1, 1), (most + 2, 1, 16)
+    for pairs, least_tile, height in (*on_both, *[(most, 64, 64), (66, 1, 16)] * (kernels == "triton")):
+        x, ids = drawn(pairs // 2, 32), choice(pairs)
+        operands = jnp.asarray(x), ExpertWeights(kept, kept, kept), jnp.asarray(ids), jnp.int32(0), jnp.multiply
+        found = np.asarray(experts.grouped(*operands, least_tile))
+        expected = by_expert(x[:, None], ids[..., None])
+        np.testing.assert_allclose(found[ids >= 0], expected[ids >= 0], rtol=1e-6)
+        assert heights.pop() == height and not heights, (pairs, least_tile)
+
+
+def test_a_kernel_s_tiles_are_twice_as_high_as_an_expert_has_pairs(by_hand, monkeypatch):
+    """So that few experts need a second one; each tile's pairs come first in it, and are counted."""
+    heights = []
+
+    def kernel(x, gate, up, down, layer, expert, pair, count, *, num_chosen, backend, **options):
+        heights.append(pair.shape[1])
+        out = np.full((len(x) * num_chosen, x.shape[1]), np.nan, np.float32)
+        for one, pairs, how_many in zip(*map(np.asarray, (expert, pair, count)), strict=True):
+            out[pairs[:how_many]] = by_expert(np.asarray(x)[pairs[:how_many] // num_chosen], one)
+        return jnp.asarray(out.reshape(len(x), num_chosen, -1))
+
+    monkeypatch.setattr("pallas_kernels.grouped_experts.grouped_experts", kernel)
+    stack = jnp.zeros((1, EXPERTS, 8, 8), jnp.bfloat16)
+    for pairs, least_tile, height in ((32, 1, 16), (36, 1, 32), (36, 64, 64), (280, 1, 128)):
+        x, ids = drawn(pairs // 2, 8), choice(pairs)
+        operands = jnp.asarray(x), ExpertWeights(stack, stack, stack), jnp.asarray(ids), jnp.int32(0), jnp.multiply
+        found = np.asarray(experts.grouped(*operands, least_tile))
+        expected = by_expert(x[:, None], ids[..., None])
+        np.testing.assert_allclose(found[ids >= 0], expected[ids >= 0], rtol=1e-6)
+        assert heights.pop() == height and not heights, (pairs, least_tile)
+
+
+def test_sums_in_tiles_add_each_token_s_pairs_once(by_hand, monkeypatch):
+    """Whatever stands in places without a pair, with as many places as pairs; an order of sums that no sort decides."""
+    monkeypatch.setattr(measured, "TPU_EXPERT_TILE", 4)
+    heights, sorts = [], []
+
+    def kernel(tokens, gate, up, down, layer, expert, used, row_weights, **options):
+        heights.append(len(expert))
+        tokens, expert, used, row_weights = map(np.asarray, (tokens, expert, used, row_weights))
+        out = by_expert(tokens, expert[:, None, None]) * row_weights[..., None]
+        return jnp.asarray(np.where((np.arange(len(expert)) < used)[:, None, None], out, np.nan), jnp.float32)
+
+    def argsort(x, stable=True):
+        sorts.append(stable)
+        return np.argsort(np.asarray(x), stable=True)
+
+    monkeypatch.setattr("pallas_kernels.expert_tiles.expert_tiles", kernel)
+    monkeypatch.setattr(experts.jnp, "argsort", argsort)
+    stack = jnp.zeros((1, EXPERTS, 8, 8))
+    x, given, most_pairs = drawn(13, 8), drawn(13, 2), int((choice(26) >= 0).sum())
+    for ids in (choice(26), choice(26, least=-9), np.full((13, 2), -1, np.int32)):  # most are held here, a few, none
+        pairs = np.where(ids[..., None] >= 0, by_expert(x[:, None], ids[..., None]) * given[..., None], 0)
+        weights, layer = ExpertWeights(stack, stack, stack), jnp.int32(0)
+        operands = jnp.asarray(x), weights, jnp.asarray(ids), jnp.asarray(given), layer, jnp.multiply
+        np.testing.assert_allclose(sums_in_tiles(*operands, most_pairs), pairs.sum(1), rtol=1e-5, atol=1e-6)
+        assert heights.pop() == min(26 // 4 + EXPERTS, most_pairs // 4 + EXPERTS) and sorts.pop()
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", jax.lax.Precision.HIGHEST), ("bfloat16", None)])
+def test_ragged_products_have_all_bits_and_one_order(dtype, precision):
+    """A TPU would round numbers of 32 bits, and refuses to be told of others; pairs of an expert keep their order."""
+    weights = ExpertWeights(*(jnp.zeros((2, 3, *shape), dtype) for shape in ((8, 4), (8, 4), (4, 8))))
+    call = lambda x, ids: experts.ragged(x, weights, ids, jnp.int32(1), lambda gate, up: (gate * up).astype(dtype))
+    traced = jax.make_jaxpr(call)(jnp.zeros((5, 8), dtype), jnp.zeros((5, 2), jnp.int32)).jaxpr
+    steps = [(step.primitive.name, step.params) for step in equations(traced)]
+    products = [params for name, params in steps if name.startswith("ragged_dot")]
+    assert len(products) == 3
+    assert {params["precision"] for params in products} == {precision and (precision, precision)}
+    assert {str(params["preferred_element_type"]) for params in products} == {"float32"}
+    assert all(params["is_stable"] for name, params in steps if name == "sort")
+
+
+def test_gradients_of_kernels_are_those_of_the_same_outputs(monkeypatch):
+    """What stands for a kernel in the backward pass computes what it does, of the layer at hand, the shared one too."""
+    monkeypatch.setattr("pallas_kernels.gradient.with_gradient", lambda kernel, schedule, count: schedule)
+    monkeypatch.setattr(experts, "tiled", experts.gathered)
+    weights = [drawn(2, EXPERTS, *shape, seed=seed) for seed, shape in enumerate(((8, 4), (8, 4), (4, 8)))]
+    shared = [weight[:, -1] for weight in weights]
+    x, ids = drawn(5, 8), np.random.default_rng(0).integers(0, EXPERTS, (5, 2)).astype(np.int32)
+    act = lambda gate, up: gate / (1 + abs(gate)) * up
+    of_one = lambda x, gate, up, down: act(x @ gate, x @ up) @ down
+    expected = [
+        [of_one(one, *(w[1, e] for w in weights)) for e in of_token] for one, of_token in zip(x, ids, strict=True)
+    ]
+    operands = jnp.asarray(x), ExpertWeights(*map(jnp.asarray, weights)), jnp.asarray(ids), jnp.int32(1), act
+    for path in (experts.few, experts.grouped, experts.in_fixed_tiles):
+        np.testing.assert_allclose(path(*operands), expected, rtol=1e-4, atol=1e-4)
+    stacks = [StackedLayer(jnp.asarray(stack), jnp.int32(1)) for stack in shared]
+    found = run_experts(*operands, shared=stacks)
+    np.testing.assert_allclose(found[:, :2], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found[:, 2], of_one(x, *(w[1] for w in shared)), rtol=1e-4, atol=1e-4)

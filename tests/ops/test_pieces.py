@@ -4,6 +4,7 @@ import gc
 import re
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 
 import jax
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from support import tiny
 from support.pytrees import assert_settings_are_static
 from support.shares import AXIS, SIZE, devices_map, shared_memory
 
 import m3jax
-from m3jax import M3Config, execution, ops
+from m3jax import M3Config, execution, mxfp8, ops
+from m3jax.decoding.device.step import for_steps
 from m3jax.execution import Projections, plain
 from m3jax.execution.compute import TOKEN_TILE, Compute
 from m3jax.execution.divided import Divided
@@ -27,13 +30,17 @@ from m3jax.execution.keep import KeepBoth, KeepNamed, KeepNothing, KeepOfEach, K
 from m3jax.execution.named import EditedValues, Inside, Values, apply_edit
 from m3jax.execution.ordered import kernels_order
 from m3jax.execution.tiled import Tiled
+from m3jax.model import abstract
 from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous
 from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
 from m3jax.msa.share import Share
+from m3jax.msa.views import Pooled
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import Heads, attend_all, attend_selected, backends, measured, project, project_each, select
+from m3jax.ops.attend import attend_case
 from m3jax.ops.backends import choose, interpret
 from m3jax.ops.cases import ExpertsCase, OrderedCase, PagesCase, ProductCase, Stored, TokenwiseCase
+from m3jax.ops.ordered import products_in_order
 from m3jax.parallel import make_mesh
 from m3jax.weights import StackedLayer, merge_inputs
 
@@ -57,6 +64,7 @@ EXPERTS = ExpertsCase(path="grouped", tokens=64, dtype=BF16, width=256, hidden=1
 FEW, MXFP8_EXPERTS = replace(EXPERTS, path="few", width=192, hidden=192), replace(EXPERTS, stored=MXFP8)
 MANY = replace(MXFP8_EXPERTS, path="mxfp8_grouped", expert_pairs=64)
 TILES = replace(EXPERTS, path="tiles", tokens=256)
+PRODUCTS = replace(EXPERTS, path="products", width=256, hidden=512)
 ADD_NORM = TokenwiseCase(op="add_norm", tokens=64, dtype=BF16)
 ROUTER = TokenwiseCase(op="choose_experts", tokens=64, dtype=F32, experts=128)
 ORDERED = OrderedCase(dtype=BF16, widths=(64, 192), router=(512, 16), head=(128, 64))
@@ -87,6 +95,7 @@ RUN = [
     replace(FEW, by_name=True, tokens=measured.LAUNCH_BOUND_TOKENS), ADD_NORM, replace(ADD_NORM, dtype=F16),
     ROUTER, *cases(ROUTER, experts=(1, 256)), ORDERED, replace(ORDERED, dtype=F16), replace(ORDERED, head=(64, 64)),
     replace(ORDERED, router=(192, 32)), replace(ORDERED, widths=(64,)), replace(ORDERED, head=(96, 32)),
+    PRODUCTS, replace(PRODUCTS, by_name=True, width=192, hidden=64, dtype=F32, stored=Stored(F32, 1)),
 ]  # fmt: skip
 DO_NOT_RUN = [
     *cases(SPARSE, width=(32, 96, 256)), *cases(SPARSE, block_size=(32, 256)), *cases(SPARSE, slots=(3, 33)),
@@ -111,7 +120,9 @@ DO_NOT_RUN = [
     *cases(ROUTER, experts=(96, 129)), *cases(ROUTER, dtype=(BF16,)),
     replace(ORDERED, dtype=F32), replace(ORDERED, widths=(64, 96)), replace(ORDERED, router=(384, 16)),
     replace(ORDERED, router=(512, 24)), replace(ORDERED, router=(96, 16)), replace(ORDERED, head=(128, 96)),
-    replace(ORDERED, head=(112, 64)), replace(ORDERED, head=(128, 0)),
+    replace(ORDERED, head=(112, 64)), replace(ORDERED, head=(128, 0)), *cases(PRODUCTS, width=(128, 384)),
+    *cases(PRODUCTS, hidden=(384,)), *cases(PRODUCTS, dtype=(F16,)), replace(PRODUCTS, stored=MXFP8),
+    replace(PRODUCTS, by_name=True, width=96, dtype=F32, stored=Stored(F32, 1)),
 ]  # fmt: skip
 RUN_ON_A_TPU = [
     SPARSE, DENSE, SELECT, replace(SPARSE, dtype=F32, stored=F32), MXFP8_EXPERTS, MXFP8_PRODUCT, TILES,
@@ -123,6 +134,7 @@ DO_NOT_RUN_ON_A_TPU = [
     EXPERTS, FEW, MANY, ADD_NORM, ROUTER, ORDERED, *cases(MXFP8_PRODUCT, inputs=(1024 + 32, 1536)),
     *cases(MXFP8_PRODUCT, outputs=(64, 192)), replace(MXFP8_PRODUCT, dtype=F16), *cases(TILES, tokens=(255,)),
     *cases(TILES, width=(64,)), *cases(TILES, hidden=(192,)), replace(TILES, dtype=F16), replace(TILES, stored=MXFP8),
+    PRODUCTS,
 ]  # fmt: skip
 
 
@@ -193,6 +205,51 @@ def test_measured_sizes_are_those_of_the_nearest_widths():
         16, 16, 0, 0,
     ]  # fmt: skip
     assert measured.few_tokens(6144, 3072) == measured.few_tokens(192, 192) == 64
+
+
+def test_a_case_of_attention_has_the_numbers_of_its_call():
+    """The sizes of q [B T N H] and of blocks, G query heads a KV head; a pool of host memory's pages is no pages."""
+    q, stored = jnp.zeros((2, 3, 6, 8), BF16), jnp.zeros((1, 5, 2, 4, 8))
+    view = Paged(stored, stored, None, 0, jnp.zeros((2, 7), jnp.int32), BF16)
+    pool = Pooled(stored[:, :, 0], stored[:, :, 0], None, 0, jnp.zeros(10, jnp.int32), view.table, 2, BF16)
+    expected = PagesCase(
+        op="sparse", queries=3, dtype=BF16, stored=F32, width=8, block_size=4, num_blocks=7, group=3, slots=5,
+        schedule="mask", pages=True,
+    )  # fmt: skip
+    assert attend_case("sparse", q, view, slots=5, schedule="mask") == expected
+    assert attend_case("sparse", q, pool, slots=5, schedule="mask") == replace(expected, stored=BF16, pages=False)
+    whole = contiguous(*[jnp.zeros((2, 28, 2, 8))] * 2, 4)
+    assert attend_case("dense", q, whole, slots=0) == replace(expected, op="dense", slots=0, schedule="auto")
+
+
+def test_few_queries_gather_their_blocks_and_many_are_sorted_by_block(monkeypatch):
+    """Eight at most; with all blocks there is one way, and a name is that way for any number."""
+    taken = []
+
+    def note(case, chosen, schedules, suitable, q, *rest):
+        taken.append(suitable)
+        return q, q[..., 0]
+
+    monkeypatch.setattr("m3jax.ops.attend._attend", note)
+    view, lengths = contiguous(*[jnp.zeros((1, 8, 1, 4))] * 2, 4), jnp.ones(1, jnp.int32)
+    for queries in (1, 8, 9):
+        q, positions = jnp.zeros((1, queries, 2, 4)), jnp.zeros((1, queries), jnp.int32)
+        attend_selected(q, view, jnp.zeros((1, 1, queries, 2), jnp.int32), positions, lengths)
+        attend_all(q, view, positions, lengths)
+    assert taken == ["query_major", "blockwise"] * 2 + ["kv_block_major", "blockwise"]
+
+
+def test_layers_are_taken_apart_for_steps_on_a_gpu_but_not_in_tiles(monkeypatch):
+    """A model in tiles runs one program in prompts and in steps."""
+    model = abstract(tiny.config("d"))
+    for platform, of_steps, is_cut in (
+        ("gpu", model, True),
+        ("gpu", model.with_invariance(), False),
+        ("cpu", model, False),
+    ):
+        monkeypatch.setattr("m3jax.decoding.device.step.platform", lambda platform=platform: platform)
+        found = jax.eval_shape(lambda model: for_steps(model, 1), of_steps)
+        assert (found.stacks[0].apart is not None) == is_cut, (platform, is_cut)
 
 
 @pytest.mark.usefixtures("eight_devices")
@@ -272,7 +329,7 @@ def ragged_all_to_all(rows, out, begin, count, begin_there, count_here, *, axis_
 
 @pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize(
-    ("way", "capacity"), [("slots", 6), ("slots", 2), ("slots", 1), ("ragged", 6), ("ragged", 5), ("ragged", 1)]
+    ("way", "capacity"), [("slots", 6), ("slots", 2), ("slots", 5), ("ragged", 6), ("ragged", 5), ("ragged", 1)]
 )
 def test_tokens_sent_to_their_experts_and_gathered_ones_have_the_same_sums(monkeypatch, way, capacity):
     """Three devices with two experts each; with less room than an uneven choice needs, all tokens are gathered."""
@@ -424,6 +481,60 @@ def test_products_of_a_kernel_are_detached_as_xla_s_are():
             for product, stack in zip(products, stacks, strict=True):
                 exact = np.asarray(x, np.float64) @ np.asarray(stack[1], np.float64)
                 np.testing.assert_allclose(product, exact, rtol=1e-4, atol=1e-4)
+
+
+dequantize = jax.jit(mxfp8.dequantize, static_argnums=1)
+
+
+@pytest.fixture
+def numbers_of(monkeypatch):
+    """Kernels of MXFP8 as numpy would have them; what each was called with: its name, and rows or channels."""
+    calls = []
+
+    def numbers(weights, layer, dtype=F32):
+        codes, scales = weights
+        return dequantize(MXFP8Array(codes[layer], scales[layer]), dtype)
+
+    def of_numbers(weights, layer, dtype, backend, interpret):
+        calls.append(("numbers", backend))
+        return numbers(weights, layer, dtype)
+
+    def product(name):
+        def run(x, stacks, layer, backend, interpret):
+            calls.append((name, backend))
+            taken = [numbers(stack, layer) if isinstance(stack, tuple) else stack[layer] for stack in stacks]
+            return tuple(jnp.asarray(np.asarray(x) @ np.asarray(matrix)) for matrix in taken)
+
+        return run
+
+    monkeypatch.setattr("pallas_kernels.mxfp8_numbers.mxfp8_numbers", of_numbers)
+    monkeypatch.setattr("pallas_kernels.mxfp8_project.mxfp8_project", product("mxfp8"))
+    monkeypatch.setattr("pallas_kernels.ordered_project.ordered_project", product("ordered"))
+    return calls
+
+
+def test_many_rows_are_multiplied_by_numbers_that_are_written_first(numbers_of):
+    """From 49 rows on, and from 65 on where sums have one order: by a kernel, on a TPU by XLA."""
+    draw = np.random.default_rng(0)
+    codes, scales = draw.integers(0, 126, (2, 32, 8), np.uint8), draw.integers(120, 130, (2, 1, 8), np.uint8)
+    kept, stack = MXFP8Array(jnp.asarray(codes), jnp.asarray(scales)), jnp.asarray(draw.normal(size=(2, 32, 8)), F32)
+    matrices = [dequantize(MXFP8Array(kept.codes[1], kept.scales[1]), F32), stack[1]]
+    rows, layer = jnp.asarray(draw.normal(size=(65, 32)), F32), jnp.int32(1)
+    by_kernel, in_order = import_module("m3jax.ops.project")._by_mxfp8_kernel, products_in_order
+    for run, num_rows, stacks, expected in (
+        (partial(by_kernel, backend="triton"), 48, [kept], [("mxfp8", "triton")]),
+        (partial(by_kernel, backend="triton"), 49, [kept], [("numbers", "triton")]),
+        (partial(by_kernel, backend="mosaic_tpu"), 48, [kept], [("mxfp8", "mosaic_tpu")]),
+        (partial(by_kernel, backend="mosaic_tpu"), 49, [kept], []), (in_order, 65, [stack], [("ordered", "triton")]),
+        (in_order, 64, [kept, stack], [("ordered", "triton")]),
+        (in_order, 65, [kept, stack], [("numbers", "triton"), ("ordered", "triton")]),
+    ):  # fmt: skip
+        found = run(rows[:num_rows], stacks, layer)
+        for product, given in zip(found, stacks, strict=True):
+            matrix = np.asarray(matrices[given is stack], np.float64)
+            np.testing.assert_allclose(product, np.float64(rows[:num_rows]) @ matrix, rtol=1e-4, atol=1e-3)
+        assert numbers_of == expected, (run, num_rows)
+        numbers_of.clear()
 
 
 # Steps between products, and a layer on a mesh

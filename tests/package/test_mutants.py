@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib.util
+import json
 import subprocess
 import sys
 import time
@@ -310,3 +311,32 @@ def test_a_test_that_hangs_has_caught_its_bug(drawn, tmp_path):
     assert at("test_short", 25).caught_by == "test_short" and "did not end" in at("test_short", 25).message
     for outcome in (at("test_long", 25), at("test_short", 5), run._at_limit(BUGS[0], [], 60.0)):
         assert outcome.caught_by is None and not outcome.is_whole
+
+
+def test_where_no_test_runs_a_line_the_quick_ones_come_first(drawn, tmp_path):
+    """Line 1 runs as room.py is imported; line 5 in two tests, of which the dear one waits for the other."""
+    from mutating import running
+
+    run = running.Run(tmp_path, tmp_path, [], limit=60.0, seconds=60.0, has_baseline=True)
+    at_import, in_double, in_half = ({"room.py": f"{1 << line:x}"} for line in (1, 5, 9))
+    lines = {"": at_import, "tests/a.py::dear": in_double, "tests/a.py::cheap": in_double, "tests/a.py::other": in_half}
+    seconds = {"tests/a.py::dear": 2.0, "tests/a.py::cheap": 0.5, "tests/a.py::other": 0.5}
+    run.known = {
+        "tests/a.py": running.FileOfTests("tests/a.py", seconds, lines),
+        "tests/b.py": running.FileOfTests("tests/b.py", {"tests/b.py::quick": 0.1}, {}),
+    }
+
+    every = [*seconds, "tests/b.py::quick"]
+
+    def order(line):
+        found = []
+        for *_, kind, path in run._stages(Toy("x", "1", "2", range(line, line + 1), "tests/a.py tests/b.py")):
+            tests = json.loads(Path(path).read_text(encoding="utf-8"))
+            found += (
+                tests if kind == "--chosen" else [test for test in every if test not in tests and test not in found]
+            )
+        return found
+
+    dear, cheap, other, quick = every
+    assert order(1) == [quick, cheap, other, dear]
+    assert order(5) == [cheap, dear, other, quick]

@@ -101,7 +101,7 @@ def _attend_rows(
     sizes: Sizes,
     interpret: Interpret,
 ) -> tuple[Float[Array, "B T2 N H"], Float[Array, "B T2 N"]]:
-    """(out, lse) of as many rows of the batch as the prefetched table allows."""
+    """(out, lse) of as many rows of the batch as the prefetched table allows; of all where there is no table."""
     batch, padded, heads, width = q.shape
     k, chip = sizes.k, Chip.current(interpret)
     count = batch * sizes.kv_heads * sizes.tiles
@@ -118,14 +118,13 @@ def _attend_rows(
     grouped = jnp.moveaxis(grouped, 3, 1).reshape(count, sizes.lanes, width)  # [count lanes H]
     at_step = lambda core, i, *_: (i * chip.cores + core, 0, 0)  # late tiles have the most keys: cores take turns
     buffers = pltpu.VMEM((_BUFFERS, *k.pool.shape[1:]), k.pool.dtype)
-    first_row = 0 if k.table is not None else rows.start
     operands = flat_finder(k, rows), seen_keys.astype(jnp.int32), pad_steps(grouped, steps), lane_positions
     outputs = [
         jax.ShapeDtypeStruct((steps, sizes.lanes, width), q.dtype),
         jax.ShapeDtypeStruct((steps, 1, sizes.lanes), jnp.float32),
     ]
     out, lse = pl.pallas_call(
-        partial(_kernel, sizes=sizes, first_row=first_row, count=count),
+        partial(_kernel, sizes=sizes, count=count),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(chip.cores, per_core),
@@ -173,12 +172,11 @@ def _kernel(
     sems,
     *,
     sizes: Sizes,
-    first_row: int,
     count: int,
 ):
     step = pl.program_id(1) * pl.num_programs(0) + pl.program_id(0)
     real_step = jnp.minimum(step, count - 1)  # one that only fills up a core's share sees no key
-    row, head = first_row + real_step // (sizes.kv_heads * sizes.tiles), real_step // sizes.tiles % sizes.kv_heads
+    row, head = real_step // (sizes.kv_heads * sizes.tiles), real_step // sizes.tiles % sizes.kv_heads
     seen_keys = seen_keys_ref[step]
     stop, block_size = pl.cdiv(seen_keys, sizes.k.block_size), sizes.k.block_size
 

@@ -100,7 +100,7 @@ def _attend_rows(
     sizes: Sizes,
     interpret: Interpret,
 ) -> tuple[Float[Array, "B T2 N H"], Float[Array, "B T2 N"]]:
-    """(out, lse) of as many rows of the batch as the prefetched table allows."""
+    """(out, lse) of as many rows of the batch as the prefetched table allows; of all where there is no table."""
     batch, padded, _, width = q.shape
     k, chip = sizes.k, Chip.current(interpret)
     lists = union_lists(blocks, query_positions, sizes)  # [count 1 U]
@@ -138,7 +138,6 @@ def _attend_rows(
     smem = dict(memory_space=pltpu.SMEM)
     buffers = pltpu.VMEM((_BUFFERS, *k.pool.shape[1:]), k.pool.dtype)
     out_tokens = padded + sizes.tokens * (steps > count)
-    first_row = 0 if k.table is not None else rows.start
     operands = flat_finder(k, rows), lists, lists, factors, chosen, lane_positions, grouped
     outputs = [
         jax.ShapeDtypeStruct((batch, out_tokens, *grouped.shape[2:]), q.dtype),
@@ -149,7 +148,7 @@ def _attend_rows(
     # Each query of a tile may choose blocks of its own; a device has its part of them, and no more than it holds.
     walked = count * min(sizes.tokens * sizes.slots / k.num_devices, k.num_blocks)
     out, lse = pl.pallas_call(
-        partial(_kernel, sizes=sizes, row_of=row_of, first_row=first_row, count=count),
+        partial(_kernel, sizes=sizes, row_of=row_of, count=count),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(chip.cores, per_core),
@@ -206,7 +205,6 @@ def _kernel(
     *,
     sizes: Sizes,
     row_of: Callable[[Int[Array, ""]], Int[Array, ""]],
-    first_row: int,
     count: int,
 ):
     core, i = pl.program_id(0), pl.program_id(1)
@@ -217,7 +215,7 @@ def _kernel(
         """Start or await an entry's copies: its id, and how many of its tokens the tile's last query sees."""
         block = list_ref[0, 0, _HEADER + entry]
         row, head = row_of(jnp.minimum(step, count - 1)), step // sizes.tiles % sizes.kv_heads
-        page, is_held = locate(sizes.k, finder, first_row + row, head, block)
+        page, is_held = locate(sizes.k, finder, row, head, block)
         for pool, buffers in ((k_pool, k_buffers), (v_pool, v_buffers)):
             each_page(pool, buffers.at[pl.ds(slot, 1)], sems.at[slot], [(page, is_held)], do)
         seen = jnp.clip(list_ref[0, 0, 1] - block * sizes.block_size, 0, sizes.block_size)
