@@ -236,7 +236,7 @@ def _parsed(source: str) -> ast.Module:
 
 
 class _InOneOrder(ast.NodeTransformer):
-    """Sorts the elements of tuples whose order says nothing: exceptions that are caught, and what `in` looks through."""
+    """Sorts tuples whose order says nothing: of exceptions that are caught, and of what `in` looks through."""
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
         _sort(node.type)
