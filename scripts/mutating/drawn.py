@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,35 +235,10 @@ def _parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-class _InOneOrder(ast.NodeTransformer):
-    """Sorts tuples whose order says nothing: of exceptions that are caught, and of what `in` looks through."""
-
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
-        _sort(node.type)
-        return self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        for operator, right in zip(node.ops, node.comparators, strict=True):
-            if isinstance(operator, ast.In | ast.NotIn):
-                _sort(right)
-        return self.generic_visit(node)
-
-
-def _sort(node: ast.AST | None) -> None:
-    if isinstance(node, ast.Tuple):
-        node.elts.sort(key=ast.dump)
-
-
-@lru_cache(maxsize=512)
-def _meaning(source: str) -> str:
-    """Return the same text for programs that differ in nothing but the order of such tuples."""
-    return ast.dump(_InOneOrder().visit(ast.parse(source)))
-
-
 def is_another_program(edit: Edit, source: str) -> bool:
     """True if the text with the change is Python, and does not say what it said before."""
     try:
-        return _meaning(edit.applied(source.encode())) != _meaning(source)
+        return ast.dump(ast.parse(edit.applied(source.encode()))) != ast.dump(_parsed(source))
     except SyntaxError:  # as of a name that is bound by := and stands in a comparison
         return False
 

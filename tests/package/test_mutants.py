@@ -125,16 +125,6 @@ def test_the_strict_of_a_zip_only_refuses(drawn):
     assert [new for operator, new in found if operator == "changed constant"] == ["False"]
 
 
-def test_an_order_that_says_nothing_is_no_bug(drawn):
-    """Of exceptions that are caught and of what `in` looks through; that of a tuple which is returned is one."""
-    source = "try:\n    x = y in (a, b)\nexcept (C, D):\n    x = y not in (*a, None), (e, f)\n"
-    swaps = [edit for edit in drawn.edits(source) if edit.operator == "swapped axes"]
-    assert [edit.new for edit in swaps if drawn.is_another_program(edit, source)] == [
-        "((e, f), y not in (*a, None))", "(f, e)"
-    ]  # fmt: skip
-    assert len(swaps) == 5
-
-
 def test_a_draw_is_its_seeds(drawn):
     """Every operator has its part; another seed draws others; a longer draw begins with the shorter."""
     assert drawn.OPERATORS.keys() == {"swapped axes", *EXPECTED}
