@@ -20,7 +20,7 @@ from support.checkpoint_folders import (
 
 from m3jax import checkpoint, parallel, quantize
 from m3jax import model as m3_model
-from m3jax.checkpoint import names, tree
+from m3jax.checkpoint import names, orbax, tree
 from m3jax.config import M3Config
 from m3jax.files import NewFile
 
@@ -231,8 +231,25 @@ def test_orbax_is_on_the_disk_before_it_has_its_name(folder, tmp_path, monkeypat
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "rename", rename)
+    points = []
+    monkeypatch.setattr(orbax, "_wait_for_all", lambda point: points.append((point, sorted(os.listdir(target)))))
+    target = tmp_path / "orbax"
     checkpoint.save_orbax(checkpoint.load(folder, progress=False), tmp_path / "orbax")
+    # Every process waits for the others before each step that needs the one before it, and before it returns.
+    assert points == [
+        ("folder is ready", ["config.json"]), ("parameters are written", ["config.json", "parameters.unfinished"]),
+        ("parameters have their name", ["config.json", "parameters"]),
+    ]  # fmt: skip
     assert len(at_commit) > 3 and all(is_synced for _, is_synced in at_commit), at_commit
+
+
+def test_processes_wait_for_each_other_where_there_are_several(monkeypatch):
+    waited = []
+    monkeypatch.setattr(orbax, "sync_global_devices", waited.append)
+    for count in (1, 2):
+        monkeypatch.setattr(jax, "process_count", lambda count=count: count)
+        orbax._wait_for_all(f"point {count}")
+    assert waited == ["m3jax.save_orbax: point 2"]
 
 
 # The independent writer
