@@ -141,6 +141,7 @@ def test_tiers():
     tokens = [size(2160, 3840, tier)[0] * size(2160, 3840, tier)[1] for tier in (252, 504, 1008)]
     assert tokens == sorted(set(tokens))
     assert size(50, 100, 1008) == (112, 224)
+    assert size(50, 1008, 1008) == (112, 2268) and size(50, 1009, 1008) == (56, 1008)  # a tier is reached, or exceeded
     assert size(50, 2000, 1008) == (28, 1008)  # the two steps exclude each other
     assert size(300, 400, 1008) == (308, 392)
     assert LIMITS.image_pixels == 3584 * 3584
