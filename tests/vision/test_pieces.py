@@ -11,7 +11,9 @@ from flax import nnx
 from support import tiny
 from support.parameters import KeepsMade, assert_axes_name_their_sizes, made
 
-from m3jax.vision import VisionConfig
+from m3jax.media import MediaBatch
+from m3jax.media.patches import patch_positions
+from m3jax.vision import VisionConfig, tiles
 from m3jax.vision.definition import rotary_angles, rotate
 from m3jax.vision.layers import LayerNorm, Linear, gelu
 from m3jax.vision.rows import Turns, row_lengths
@@ -81,9 +83,13 @@ def of_one_layer(kind, *args):
             return nnx.Param(jnp.asarray(start + np.random.default_rng(next(draws)).normal(size=shape), jnp.float32))
 
     module = kind(*args, Drawn())
-    layer = module if kind is Projector else jax.tree.map(lambda x: x[1], module)
-    numbers = lambda name: [np.asarray(getattr(getattr(layer, name), part)[...], float) for part in ("weight", "bias")]
-    return layer, numbers
+    layer = jax.tree.map(lambda x: x[1], module) if kind in (Attention, MLP) else module
+    return layer, lambda name: numbers_of(getattr(layer, name))
+
+
+def numbers_of(part, layer=...):
+    """A part's weight and bias in float64; of a stack those of one layer."""
+    return [np.asarray(parameter[...], float)[layer] for parameter in (part.weight, part.bias)]
 
 
 PIECE = VisionConfig.tiny(hidden_size=28, num_attention_heads=2, intermediate_size=12, projector_hidden_size=10)
@@ -136,6 +142,67 @@ def test_an_mlp_and_the_projector_are_products_with_gelu_between():
     hidden = gelu_by_hand(by_hand(patches.reshape(1, 20), *numbers("merge_linear_1")))
     np.testing.assert_allclose(run(projector, x), by_hand(hidden, *numbers("merge_linear_2")), atol=1e-4)
     assert jax.eval_shape(run, projector, x.astype("bfloat16")).dtype == jnp.bfloat16
+
+
+def norm_by_hand(x, weight, bias, eps):
+    return (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + eps) * weight + bias
+
+
+def test_a_tower_by_hand():
+    """Patches of two images and padding, through both layers and the projector, as the formulas have them."""
+    config = replace(PIECE, patch_size=2, layer_norm_eps=0.1, rope_theta=100.0)
+    tower, numbers = of_one_layer(Vision, config, 5)
+    draw = np.random.default_rng(3)
+    grids, patches = ((1, 2, 2), (2, 2, 2)), draw.normal(size=(16, 24))
+    positions = np.concatenate([*(patch_positions(grid) for grid in grids), np.zeros((4, 3), np.int32)])
+    segments = np.repeat([0, 1, -1], (4, 8, 4)).astype(np.int32)
+    media = MediaBatch(patches.astype(np.float32), segments, positions, np.int32(1), np.int32(2))
+
+    x = norm_by_hand(
+        patches @ np.asarray(tower.patch_embedding[...], float).reshape(24, 28), *numbers("pre_layrnorm"), 0.1
+    )
+    turned_by = (positions[:, :, None] * 100.0 ** -np.array([0, 0.5])).reshape(16, 6)
+    expected = []
+    for layer in (0, 1):
+        part = lambda module, name, layer=layer: numbers_of(getattr(module, name), layer)
+        attention, normed = tower.layers.self_attn, norm_by_hand(x, *part(tower.layers, "layer_norm1"), 0.1)
+        q, k, v = (by_hand(normed, *part(attention, f"{name}_proj")) for name in "qkv")
+        pairs = [(y[..., :6] + 1j * y[..., 6:12]) * np.exp(1j * turned_by)[:, None] for y in (q, k)]
+        q, k = (np.concatenate([y.real, y.imag, z[..., 12:]], -1) for y, z in zip(pairs, (q, k), strict=True))
+        scores = np.einsum("xnh,ynh->nxy", q, k) / 14**0.5
+        weights = np.exp(scores) * ((segments[:, None] == segments) & (segments >= 0))
+        out = np.einsum("nxy,ynh->xnh", weights, v) / np.maximum(weights.sum(-1), 1e-9).T[..., None]
+        x = x + by_hand(out, *part(attention, "out_proj"))
+        normed = norm_by_hand(x, *part(tower.layers, "layer_norm2"), 0.1)
+        hidden = gelu_by_hand(by_hand(normed, *part(tower.layers.mlp, "fc1")))
+        x = x + by_hand(hidden, *part(tower.layers.mlp, "fc2"))
+        expected.append(x)
+    projector = lambda name: numbers_of(getattr(tower.projector, name))
+    features = by_hand(gelu_by_hand(by_hand(x, *projector("linear_1"))), *projector("linear_2")).reshape(4, 20)
+    features = by_hand(gelu_by_hand(by_hand(features, *projector("merge_linear_1"))), *projector("merge_linear_2"))
+    features[3] = 0  # of padding
+
+    every = lambda tower, media: tower.tower(*media[:3], "definition", every_layer=True)
+    found, (last, each) = jax.jit(lambda *args: (args[0](args[1], "definition"), every(*args)))(tower, media)
+    np.testing.assert_allclose(found, features, atol=2e-4)
+    np.testing.assert_allclose(each[:, :12], np.stack(expected)[:, :12], atol=1e-4)
+    np.testing.assert_array_equal(last, each[-1])
+    assert jax.eval_shape(lambda tower, media: tower.tower(*media[:3]), tower, media)[1] is None
+
+
+def test_a_new_norm_changes_nothing():
+    """Its weight begins as 1 and its bias as 0; of a linear layer the bias does too."""
+
+    class Begins(Filled):
+        def norm(self, shape, *, dtype=None, start=0.0):
+            return nnx.Param(jnp.full(shape, start))
+
+    make = Begins()
+    norm, linear = LayerNorm((3, 2), make), Linear((3,), (5,), (2,), (None, None), make)
+    assert (
+        norm.weight[...].tolist() == [[1, 1]] * 3
+        and norm.bias[...].tolist() == linear.bias[...].tolist() == [[0, 0]] * 3
+    )
 
 
 def test_a_residual_is_rounded_once():
@@ -201,7 +268,8 @@ def test_each_axis_of_a_tower_s_parameter_has_the_size_that_its_name_stands_for(
 
 def test_each_segment_takes_the_shortest_row_that_holds_it():
     assert row_lengths(100) == (100,) and row_lengths(144) == (144,) and row_lengths(145) == (144, 145)
-    assert row_lengths(5000) == (144, 576, 2304, 5000)
+    assert row_lengths(5000) == (144, 576, 2304, 5000) and row_lengths(12288) == (144, 576, 2304, 12288)
+    assert row_lengths(12289) == (144, 576, 2304, 12288, 12289) and (tiles.TILE, tiles._GROUP) == (128, 16)
     lengths = (144, 1, 145, 300, 10)  # two of the second length
     segments = np.repeat(np.arange(5), lengths)
     segments = np.concatenate([segments, np.full(700 - len(segments), -1)]).astype(np.int32)
