@@ -125,7 +125,18 @@ def test_a_box_that_cuts_through_blocks_of_a_scale():
         np.testing.assert_array_equal(found, whole[tuple(window)])
 
 
+def test_a_shard_s_name_is_that_of_a_file_beside_the_index():
+    names = ["a" * 188 + ".safetensors", ".safetensors"]
+    assert [reader._wrong_name(name) for name in names] == [None, None] and len(names[0]) == 200
+    for name in ("", "a" + names[0], "a/b.safetensors", "a\\b.safetensors", "a:b.safetensors", "a\n.safetensors"):
+        assert reader._wrong_name(name) == "a shard is the plain name of a file in the folder of the index", name
+    assert reader._wrong_name("a.bin") == "a shard's name ends in .safetensors"
+
+
 def test_an_error_of_a_checkpoint_counts_its_problems():
     assert str(CheckpointError("a", ["x"])).startswith("cannot load the checkpoint a: 1 problem\n  x")
+    assert "a" * 160 in str(CheckpointError("a" * 160, ["x"])) and "a" * 160 not in str(
+        CheckpointError("a" * 161, ["x"])
+    )
     many = CheckpointError("a", [f"p{number}" for number in range(9)])
     assert "9 problems\n  p0" in str(many) and len(many.__notes__) == 9 == len(many.problems)

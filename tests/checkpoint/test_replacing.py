@@ -234,6 +234,26 @@ def test_files_have_the_hub_s_names_unless_one_is_taken(tmp_path):
         assert Replacement(tmp_path / f"single {name}", 1, {}).names == [SINGLE]
 
 
+def test_a_folder_that_cannot_be_locked(tmp_path, monkeypatch):
+    """Some file systems have no locks, and a save goes on; any other error is one, with the folder's name."""
+    for number in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.EIO):
+
+        def fails(*_, number=number):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr("m3jax.checkpoint.replacing.fcntl.flock", fails)
+        opened = os.listdir("/proc/self/fd")
+        if number != errno.EIO:
+            assert Replacement(tmp_path, 1, {}).names == [SINGLE]
+        else:
+            with pytest.raises(OSError, match="Input/output error") as caught:
+                Replacement(tmp_path, 1, {})
+            assert caught.value.filename == str(tmp_path)
+        assert len(os.listdir("/proc/self/fd")) == len(opened)
+    monkeypatch.setattr("m3jax.checkpoint.replacing.fcntl", None)  # as on Windows
+    assert Replacement(tmp_path, 1, {}).names == [SINGLE]
+
+
 def test_equal_data_are_equal_bytes():
     """As of a config whose keys come in another order, which would seem to change."""
     assert as_json({"b": 1, "a": {"d": 2, "c": "é"}}) == as_json({"a": {"c": "é", "d": 2}, "b": 1})

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,6 +113,37 @@ def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="Input/output error") as caught:
             sync_folder(tmp_path)
         assert caught.value.filename == str(tmp_path)
+
+
+def test_a_windows_folder_is_not_synced(monkeypatch):
+    """Windows opens no folders."""
+    monkeypatch.setattr("m3jax.files.durable.os", SimpleNamespace(name="nt"))
+    sync_folder(Path("nowhere"))
+
+
+def test_a_replaced_file_is_synced_named_and_its_name_synced(tmp_path, monkeypatch):
+    """In this order; with the rights that the user's mask leaves, and nothing stays open."""
+    events = []
+
+    def spy(name):
+        call = getattr(os, name)
+
+        def run(*arguments):
+            path = arguments[-1] if name == "replace" else os.readlink(f"/proc/self/fd/{arguments[0]}")
+            events.append((name, Path(path).name.partition("-")[0]))
+            return call(*arguments)
+
+        monkeypatch.setattr(os, name, run)
+
+    spy("fsync")
+    spy("replace")
+    before, mask = os.listdir("/proc/self/fd"), os.umask(0)
+    try:
+        replace_file(tmp_path / "a", b"new")
+    finally:
+        os.umask(mask)
+    assert events == [("fsync", ".m3jax"), ("replace", "a"), ("fsync", tmp_path.name.partition("-")[0])]
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 and len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_new_file_is_never_an_old_one_or_a_link(tmp_path):
