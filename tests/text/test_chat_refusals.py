@@ -16,6 +16,10 @@ DEEP: Any = []
 for _ in range(70):
     DEEP = [DEEP]
 
+PARTS_LISTED = (
+    r"\(user\), part 1: type = 'input_audio' would not reach the model: it is one of text, input_text, output_text, "
+    "image, image_url, input_image, video, video_url, input_video$"
+)
 A_CALL_HAS = r"call 1: 'name' = 'g' would not reach the model.* \(a call has id, type, index, function\)$"
 
 REFUSED_MESSAGES = {
@@ -37,16 +41,23 @@ REFUSED_MESSAGES = {
         [assistant("a") | {"audio": "b"}], "has role, content, reasoning_content, reasoning, tool_calls.$"
     ),
     "a field of a result": ([CALLS, result("1") | {"status": 1}], "has role, content, tool_call_id, name.$"),
-    "an unknown part": ([user([{"type": "input_audio"}])], r"\(user\), part 1: type = 'input_audio' would not reach"),
+    "an unknown part": ([user([{"type": "input_audio"}])], PARTS_LISTED),
     "a part without type": ([user([{"text": "a"}])], "part 1: type = None"),
     "an output of a user": ([user([{"output": "a"}])], r"\(user\), part 1: type = None would not reach"),
     "an output of a bad type": ([CALLS, result("1", [{"type": ["text"], "output": "a"}])], "type = \\['text'\\] would"),
-    "an output and a text": ([CALLS, result("1", [{"type": "text", "text": "a", "output": "b"}])], "'text' = 'a'"),
+    "an output and a text": (
+        [CALLS, result("1", [{"type": "text", "text": "a", "output": "b"}])],
+        r"'text' = 'a' would not reach .* \(a part with an output has type, output\)$",
+    ),
     "an output not of JSON": ([CALLS, result("1", [{"output": {1}}])], r"part 1: output: \{1\} is a set, which JSON"),
     "a part that is a number": ([user(["a", 3])], "part 2: a part is a text or an object"),
     "a text part without text": ([user([{"type": "text"}])], "part 1: text = None: must be a text"),
-    "a hint in a part": ([user([{"type": "text", "text": "a", "cache_control": {"type": "x"}}])], "'cache_control' = "),
+    "a hint in a part": (
+        [user([{"type": "text", "text": "a", "cache_control": {"type": "x"}}])],
+        r"'cache_control' = .* \(a text part has type, text\)$",
+    ),
     "two reasonings": ([assistant("a", reasoning="b", reasoning_content="c")], "say different things"),
+    "reasonings that are no texts": ([assistant("a", reasoning=1, reasoning_content=2)], "reasoning_content = 2: must"),
     "reasoning is no text": ([assistant("a", reasoning=["b"])], r"reasoning = \['b'\]: must be a text or null"),
     "text before reasoning": ([assistant("a<mm:think>b</mm:think>c")], "is not one <mm:think>...</mm:think> in front"),
     "reasoning twice in the content": ([assistant("a</mm:think>b</mm:think>c")], "give it as reasoning_content"),
@@ -89,6 +100,10 @@ REFUSED_MESSAGES = {
     "too few results without ids": ([assistant(None, call(None), call(None)), result(None)], "2 calls and 1 results"),
     "an id that is a number": ([assistant(None, call() | {"id": 1})], r"call 1 \(f\): id = 1: must be a text"),
     "a result's id that is a number": ([assistant(None, call()), result() | {"tool_call_id": 1}], "tool_call_id = 1: "),
+    "a result's id and name": ([CALLS, result("1") | {"tool_call_id": 1, "name": ""}], "tool_call_id = 1: must be a"),
+    "neither calls nor results have all ids": (
+        [assistant(None, call("1"), call(None)), result("1"), result(None)], "call 2 has no id; give one to each"
+    ),
     "a result of another name": ([assistant(None, call()), result(name="g")], "the result of f is named 'g'"),
 }  # fmt: skip
 
