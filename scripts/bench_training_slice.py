@@ -53,6 +53,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2, help="documents of a step (default: 2)")
     parser.add_argument("--steps", type=int, default=5, help="that are timed, behind two that are not (default: 5)")
     parser.add_argument("--remat", action="store_true", help="both sides recompute activations")
+    parser.add_argument("--keep-products", action="store_true", help="m3jax: with --remat, but not products")
     parser.add_argument("--tuned", action="store_true", help="m3jax: XLA times kernels for each product")
     parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the device (default: an H100's, 989)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -165,17 +166,18 @@ def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tupl
 
     size = config.index_block_size
     optimizer = make_optimizer(lambda step: RATE, weight_decay=0.0, frozen_index=True)
+    remat = "products" if args.keep_products else args.remat
     if args.loss == "sft":
-        settings = SFTSettings(steps=1, length=-(-args.length // size) * size, rows=args.rows, remat=args.remat)
+        settings = SFTSettings(steps=1, length=-(-args.length // size) * size, rows=args.rows, remat=remat)
         examples = [Example(row, np.ones(len(row), bool)) for row in tokens]
         batch = PackedBatches(examples, settings, size)[0]
-        loss, accumulated, shown = SFTLoss(remat=args.remat), ROWS, "lm"
+        loss, accumulated, shown = SFTLoss(remat=remat), ROWS, "lm"
     else:
         drawn, advantages = rollouts_of(tokens)
         logprobs = np.zeros(drawn.shape, np.float32)
         batch = {"tokens": tokens, "mask": drawn, "sampler": logprobs, "old": logprobs, "advantages": advantages,
                  "is_on_policy": np.bool_(True)}  # fmt: skip
-        loss, accumulated, shown = RolloutLoss(compute_dtype="bfloat16", remat=args.remat), (), "policy"
+        loss, accumulated, shown = RolloutLoss(compute_dtype="bfloat16", remat=remat), (), "policy"
     batch = {name: jnp.asarray(x) for name, x in batch.items()}
     if args.lora:
         model, shape = init(config, 0, "bfloat16"), lora.LoraSettings(args.lora, 2.0 * args.lora, ("attention",))

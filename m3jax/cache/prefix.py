@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
 
 @dataclass(eq=False, repr=False)
 class Node:
@@ -186,8 +184,11 @@ class PrefixIndex:
 
 def common_length(some: Sequence[int], others: Sequence[int]) -> int:
     """Return the number of tokens with which both begin alike."""
-    if some is others:
-        return len(some)
-    shorter = min(len(some), len(others))
-    differs = np.asarray(some[:shorter]) != np.asarray(others[:shorter])
-    return int(differs.argmax()) if differs.any() else shorter
+    start, end = 0, min(len(some), len(others))
+    while start < end:  # the first `start` tokens are alike, and no more than `end`
+        middle = (start + end + 1) // 2
+        if some[start:middle] == others[start:middle]:
+            start = middle
+        else:
+            end = middle - 1
+    return start

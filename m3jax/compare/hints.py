@@ -12,6 +12,7 @@ from m3jax.mxfp8 import BLOCK
 from m3jax.vectors.compare import other_sets
 
 Tensor = Shaped[np.ndarray, "..."]
+_LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 _MOST_STEP = 16  # the most tokens of one decode step
 _MOST_INPUTS = 2048  # of a matrix that is solved for, which takes seconds at this size
 _SUMS_OF_DEVICES = ("attention_out", "ffn_out", "logits")  # what devices with parts of a matrix have parts of
@@ -263,7 +264,7 @@ def _in_mxfp8(x: Tensor, last_binade: int) -> Tensor:
     blocks = x.reshape(len(x), -1, BLOCK)
     largest = np.abs(blocks).max(axis=-1, keepdims=True)
     scale = 2.0 ** (np.floor(np.log2(np.where(largest > 0, largest, 1.0))) - last_binade)
-    codes = np.clip(blocks / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    codes = np.clip(blocks / scale, -_LARGEST, _LARGEST).astype(ml_dtypes.float8_e4m3fn)
     return (codes.astype(np.float64) * scale).reshape(x.shape)
 
 
@@ -274,7 +275,8 @@ def _of_float8(expected: Tensor, actual: Tensor) -> Iterator[str]:
     kinds = {"e4m3fnuz": ml_dtypes.float8_e4m3fnuz, "e5m2": ml_dtypes.float8_e5m2}
     for exponent in range(-12, 13):
         with np.errstate(over="ignore", invalid="ignore"):
-            codes = np.clip(expected * 2.0**exponent, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            scaled = np.clip(expected * 2.0**exponent, -_LARGEST, _LARGEST)
+            codes = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
             guesses = {name: codes.view(kind).astype(np.float64) / 2.0**exponent for name, kind in kinds.items()}
         for name, guess in guesses.items():
             # A zero's other sign is NaN in e4m3fnuz.

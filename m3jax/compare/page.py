@@ -62,7 +62,7 @@ def _draw_errors(axis: Any, report: Report) -> None:
             axis.plot(*zip(*finite, strict=True), marker="o", markersize=4, label=kind)
     axis.set_yscale("log")
     axis.set_ylabel("relative error")
-    axis.grid(alpha=0.3)
+    axis.grid(color="0.9")
     first = None if report.first is None else quantity(report.first.name).layer
     if first is not None:
         axis.axvline(first, color="0.4", linestyle="--", label=f"first beyond: {report.first.name}")

@@ -163,8 +163,11 @@ def is_whole(side: Side) -> bool:
 
 
 def are_close(expected: Tensor, actual: Tensor, share: float = 1e-3) -> bool:
-    """True if arrays differ by roundings alone: the norm of the difference is at most `share` of the expected norm."""
-    if expected.shape != actual.shape or not np.isfinite(actual).all():
+    """True if arrays differ by roundings alone: the norm of the difference is at most `share` of the expected norm.
+
+    Arrays with an infinity or a NaN are not close to any.
+    """
+    if expected.shape != actual.shape or not (np.isfinite(expected).all() and np.isfinite(actual).all()):
         return False
     expected, actual = expected.astype(np.float64), actual.astype(np.float64)
     return bool(np.linalg.norm(expected - actual) <= share * np.linalg.norm(expected))

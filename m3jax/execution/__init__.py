@@ -4,7 +4,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from m3jax.config import M3Config
-from m3jax.execution.compute import TOKEN_TILE, Compute
+from m3jax.execution.compute import TOKEN_TILE, Compute, Remat
 from m3jax.execution.divided import Divided
 from m3jax.execution.fast import Fast, quantises_activations
 from m3jax.execution.keep import Keep, KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual, Probe
@@ -33,6 +33,7 @@ __all__ = [
     "Ordered",
     "Probe",
     "Projections",
+    "Remat",
     "Tiled",
     "Values",
     "execution_of",

@@ -36,7 +36,8 @@ def attend(
       (output, the pages with the new tokens).
     """
     heads, insert_backend = _finished(heads, pages, call, values)
-    values["attention"], pages = _over_pages(heads, pages, call, rules, insert_backend, values)
+    out, pages = _over_pages(heads, pages, call, rules, insert_backend, values)
+    values["attention"] = checkpoint_name(out, "attention")
     return values["attention"], pages
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from jax.sharding import Mesh
 
@@ -13,6 +14,9 @@ from m3jax.platform import platform
 TOKEN_TILE = {"cpu": 32, "gpu": 128, "tpu": 128}
 
 
+Remat = bool | Literal["products"]
+
+
 @dataclass(frozen=True)
 class Compute:
     """The settings by which a model's calls are computed: the function is the same under all, but for rounding.
@@ -21,11 +25,12 @@ class Compute:
       schedule: of attention: "auto", or one of `m3jax.msa.SCHEDULES`.
       backend: one of `m3jax.ops.BACKENDS`.
       invariant: whether a token's own row alone decides the order of its sums, and so its bits.
-      expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
+      expert_path: "auto", "trained", or one of `m3jax.ops.EXPERT_PATHS`, as of `run_experts`.
       call_pages: makes, given block_size, what holds the keys of a stack of layers in a call without a cache; a class,
         or another callable that is equal to one that makes the same.
-      remat: whether the backward pass recomputes activations. Selections are saved: made again they could be others,
-        and the gradient would be that of another choice (T30).
+      remat: True if the backward pass recomputes activations, "products" if it does but finds what attention and the
+        products of matrices gave. Selections are saved: made again they could be others, and the gradient would be that
+        of another choice (T30).
       mesh: the devices that parameters and pages are divided over; None for one device.
     """
 
@@ -34,7 +39,7 @@ class Compute:
     invariant: bool = False
     expert_path: str = "auto"
     call_pages: Callable[..., CallPages] = CallPages
-    remat: bool = False
+    remat: Remat = False
     mesh: Mesh | None = None
 
     @property

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from m3jax.branches import rarely
-from m3jax.ops import run_experts
+from m3jax.execution.exchange import EXCHANGES
+from m3jax.ops import measured, run_experts
 from m3jax.ops.experts import Activation, ExpertWeights
 from m3jax.parallel import spec
+from m3jax.platform import platform
 from m3jax.weights import Weight
 
 # Logical axes of the experts' matrices (`m3jax.parallel.RULES`): gate and up [L E D F], down [L E F D].
@@ -49,7 +50,7 @@ def experts_over_mesh(
       layer: which layer of the stack.
       activate: of gate and up, element by element.
       sum_of_experts: of the outputs that this device computed; those of others are 0.
-      path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
+      path: "auto", "trained", or one of `m3jax.ops.EXPERT_PATHS`, as of `run_experts`.
       backend: one of `m3jax.ops.BACKENDS`.
       mesh: where the experts lie.
     """
@@ -125,29 +126,28 @@ def sums_by_dispatch(
     owners = jnp.where(expert_ids >= 0, expert_ids // num_held, num_devices)  # [X A]
     goes_to = owners[:, :, None] == jnp.arange(num_devices)  # [X A devices]
     is_sent = jnp.any(goes_to, axis=1)  # [X devices]
-    place = jnp.cumsum(is_sent, axis=0, dtype=jnp.int32) - 1  # [X devices]; counted by device
+    exchange = EXCHANGES[measured.EXPERT_EXCHANGE[platform()]](is_sent, capacity, "expert")
     # Pairs that meet on each device: as many as a device has of its own where all experts are chosen alike.
     most_pairs = math.ceil(ROOM * expert_ids.size)
     num_pairs = jax.lax.psum(jnp.sum(goes_to, axis=(0, 1), dtype=jnp.int32), "expert")  # [devices]
-    lacks_room = (jnp.max(place) >= capacity) | (jnp.max(num_pairs) > most_pairs)
+    lacks_room = exchange.lacks_room | (jnp.max(num_pairs) > most_pairs)
     lacks_room = jax.lax.pmax(lacks_room, tuple(mesh.axis_names))  # all devices take one branch
 
     def by_dispatch(x, expert_ids, weights):
-        target = jnp.where(is_sent, jnp.arange(num_devices) * capacity + place, num_devices * capacity)
-        token_of = jnp.full(num_devices * capacity, num_tokens, jnp.int32)  # behind the last token: nobody's place
-        token_of = token_of.at[target].set(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], mode="drop")
-        exchange = partial(jax.lax.all_to_all, axis_name="expert", split_axis=0, concat_axis=0, tiled=True)
+        num_rows = num_devices * capacity
+        token_of = jnp.full(num_rows, num_tokens, jnp.int32)  # behind the last token: nobody's place
+        token_of = token_of.at[exchange.target].set(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], mode="drop")
         # In a place that is nobody's lies some token, of which no expert is asked for: zeros would be one more pass
         # over all places.
         tokens_sent = x.at[token_of].get(mode="clip")  # [devices*C D]
-        taken = lambda y, fill: exchange(y.at[token_of].get(mode="fill", fill_value=fill))  # [devices*C A]
+        taken = lambda y, fill: exchange.there(y.at[token_of].get(mode="fill", fill_value=fill), fill)  # [devices*C A]
         # Experts of other devices are none here: an id that is not held, and so on.
         # The experts wait for `own` too: it is computed while the tokens are on their way, not behind all exchanges.
-        tokens, own = jax.lax.optimization_barrier((exchange(tokens_sent), beside()))
-        sums = exchange(part(tokens, taken(expert_ids, -1), taken(weights, 0), most_pairs))  # [devices*C D]
+        tokens, own = jax.lax.optimization_barrier((exchange.there(tokens_sent, 0), beside()))
+        sums = exchange.back(part(tokens, taken(expert_ids, -1), taken(weights, 0), most_pairs))  # [devices*C D]
         # A token's parts in the order of its experts; a device that has two of them gave one sum.
         is_first = jnp.cumsum(goes_to, axis=1) * goes_to == 1  # [X A devices]
-        place_of = jnp.where(is_first, target[:, None], num_devices * capacity)  # [X A devices]
+        place_of = jnp.where(is_first, exchange.target[:, None], num_rows)  # [X A devices]
         place_of = jnp.min(place_of, axis=2)  # [X A]; an expert is on one device
         # All tokens' first parts, then all second ones: rows of [A*X D] as they are gathered, in no other layout.
         parts = sums.at[place_of.T].get(mode="fill", fill_value=0)  # [A X D]

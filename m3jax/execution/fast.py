@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from m3jax import ops
 from m3jax.execution import plain
 from m3jax.execution.attend import attend, attend_over_mesh
-from m3jax.execution.compute import Compute
+from m3jax.execution.compute import Compute, Remat
 from m3jax.execution.experts import experts_over_mesh
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import einsum
@@ -40,8 +40,8 @@ class Fast:
     takes_layers_apart = True
 
     @property
-    def remat(self) -> bool:
-        """True if the backward pass recomputes activations."""
+    def remat(self) -> Remat:
+        """What the backward pass recomputes, as of `Compute`."""
         return self.compute.remat
 
     @property

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.cache import LayerCall, LayerPages
+from m3jax.execution.compute import Remat
 from m3jax.execution.named import Values
 from m3jax.execution.projections import Projections
 from m3jax.msa import SelectionRules
@@ -122,8 +123,8 @@ class Execution(Protocol):
         ...
 
     @property
-    def remat(self) -> bool:
-        """True if the backward pass recomputes activations."""
+    def remat(self) -> Remat:
+        """What the backward pass recomputes, as of `Compute`."""
         ...
 
     @property

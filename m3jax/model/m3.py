@@ -24,6 +24,7 @@ from m3jax.execution import (
     KeepOfEach,
     KeepResidual,
     Probe,
+    Remat,
     execution_of,
     run_layers,
     take_apart,
@@ -125,7 +126,7 @@ class M3(WithTower):
         lengths: Int[Array, " B"] | None,
         embeddings: Float[Array, "B T D"] | None,
         choices: Choices | None = None,
-        remat: bool = False,
+        remat: Remat = False,
         edits: Edits | None = None,
         names: tuple[str, ...] = (),
         stop_at: int | None = None,
@@ -198,7 +199,7 @@ class M3(WithTower):
         embeddings: Float[Array, "B T D"] | None = None,
         choices: Choices | None = None,
         probe: Probe | None = None,
-        remat: bool = False,
+        remat: Remat = False,
     ) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]]]:
         """Run all layers, without the final norm and the head.
 
@@ -206,7 +207,7 @@ class M3(WithTower):
           tokens: [B T] token ids, right-padded.
           cache, positions, lengths, embeddings, choices: as in a call.
           probe: what to keep of each layer's named values (`m3jax.execution.Probe`); None keeps nothing.
-          remat: recompute activations in the backward pass.
+          remat: what the backward pass recomputes (`m3jax.execution.Compute`).
 
         Returns:
           (residual stream before the final norm, the new cache or None, what `probe` kept of each stack).
@@ -461,7 +462,7 @@ class M3(WithTower):
 
         Args:
           call_pages: called with block_size in place of `m3jax.cache.CallPages`, for each stack in each call.
-          expert_path: "auto", or one of `m3jax.ops.EXPERT_PATHS`.
+          expert_path: "auto", "trained", or one of `m3jax.ops.EXPERT_PATHS`, as of `run_experts`.
         """
         return self._computed(call_pages=call_pages, expert_path=expert_path)
 
@@ -534,12 +535,12 @@ class M3(WithTower):
         """The dtype of weights and activations (the router's is its own)."""
         return self.embed_tokens.dtype
 
-    def execution(self, has_cache: bool = False, remat: bool = False) -> Execution:
+    def execution(self, has_cache: bool = False, remat: Remat = False) -> Execution:
         """Return what computes a call, on the platform that a program is traced for.
 
         Args:
           has_cache: whether the call has a cache.
-          remat: whether the backward pass recomputes activations.
+          remat: what the backward pass recomputes (`Compute`).
         """
         # Recomputing is a matter of one call, all else of the model.
         compute = replace(self.compute, remat=remat)

@@ -224,6 +224,8 @@ class ExpertsCase:
         if self.path == "products":
             if self.stored.is_mxfp8 or jnp.dtype(self.stored.dtype) != jnp.dtype(self.dtype):
                 return "it takes weights in the activations' dtype, not in MXFP8"
+            if not self.by_name and jnp.dtype(self.dtype).itemsize != 2:
+                return f"activations in {self.dtype} (16-bit numbers gain)"
             unit = _FEW_UNIT if jnp.dtype(self.dtype).itemsize == 4 else _PRODUCT_UNIT
             if any(width % unit for width in widths):
                 return f"experts of {self.width} by {self.hidden} channels (it has multiples of {unit})"

@@ -59,7 +59,7 @@ def run_experts(
       expert_ids: the experts that each token chose; -1 for one that another device holds.
       layer: which layer of the stack.
       activate: of gate and up, element by element.
-      path: "auto", or one of `EXPERT_PATHS`.
+      path: "auto"; "trained", for the one whose gradients are fastest; or one of `EXPERT_PATHS`.
       backend: where kernels are not wanted, "xla".
       num_shares: where devices divide the experts, how many do.
       shared: gate, up and down of an expert that all tokens meet, if it is to be run with the others (`joins_shared`).
@@ -79,6 +79,8 @@ def run_experts(
         if not is_mxfp8 and len(x) <= measured.few_tokens(*weights.gate.shape[2:]):
             return few(x, weights, expert_ids, layer, activate)
         return grouped(x, weights, expert_ids, layer, activate, least_tile=measured.ORDERED_TILE)
+    if path == "trained":
+        path = "copied" if choose(experts_case("products", x, weights.gate), backend) == "xla" else "products"
     if path != "auto":
         if reason := why_not_path(path, x, weights.gate):
             raise ValueError(f"path = {path!r} cannot run these experts: {reason}; choose 'auto' or another path")
@@ -423,8 +425,7 @@ def products(
 ) -> Float[Array, "X A D"]:
     """Compute the pairs of a training step on a GPU by kernels that read a tile's expert where it lies.
 
-    Its gradients are products by kernels too: no expert is copied for a tile, as `copied` does. It is run by name only:
-    it has not been timed on a GPU.
+    Its gradients are products by kernels too: no expert is copied for a tile, as `copied` does.
     """
     num_experts = weights.gate.shape[1]
     tiles = invert(expert_ids[None, None], num_experts, measured.PRODUCT_TILE)

@@ -33,6 +33,10 @@ MOST_SHARES = 4  # where devices divide experts, skipped pairs cost little: up t
 # time to read its matrix (989 TFLOP/s over 4.8 TB/s of an H200 is 206 operations a byte), which every device does.
 DIVIDED_TOKENS = {"cpu": 16, "gpu": 256, "tpu": 256}
 
+# Tokens on the way to their experts: one of `m3jax.execution.exchange.EXCHANGES`, by platform. A ragged exchange moves
+# the tokens alone, a dense one half as much again; neither was timed beside the other.
+EXPERT_EXCHANGE = {"cpu": "slots", "gpu": "slots", "tpu": "slots"}
+
 # Attention by XLA: queries a row up to which gathering a query's blocks beats inverting the selection.
 GATHERED_QUERIES = 8
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from m3jax.mxfp8 import MXFP8Array, dequantize, quantize
@@ -13,6 +14,8 @@ from m3jax.ops.backends import interpreted, kernels_here
 from m3jax.ops.ordered import products_in_order
 from m3jax.parallel import token_axes
 from m3jax.weights import DividedWeight, StackedLayer, Weight, merge_outputs
+
+PRODUCT = "product of matrices"  # by this name a backward pass finds it again, if it is to be kept
 
 
 def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "..."]:
@@ -33,8 +36,8 @@ def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "
     if isinstance(weight, DividedWeight):
         return _over_mesh(spec, x, [weight], 0)[0]
     if isinstance(weight, StackedLayer):
-        return _in_stacks(x, [weight], [False])[0]
-    return einsum(spec, *operands(x, weight))
+        return checkpoint_name(_in_stacks(x, [weight], [False])[0], PRODUCT)
+    return checkpoint_name(einsum(spec, *operands(x, weight)), PRODUCT)
 
 
 def project_each(
@@ -62,7 +65,7 @@ def project_each(
         if products[index] is None:
             source = jax.lax.stop_gradient(x) if is_detached[index] else x
             products[index] = einsum(spec, *operands(source, weight))
-    return products
+    return [checkpoint_name(product, PRODUCT) for product in products]
 
 
 def _over_mesh(

@@ -107,8 +107,7 @@ def _nearest_shape(chip: Chip, sizes: tuple[int, ...]) -> tuple[int, ...]:
     if _exists(chip, sizes):
         return sizes
     sides = _SIDES if chip.dims == 2 else (1, 2, *range(4, 33, 4))
-    shapes = [shape for shape in itertools.combinations_with_replacement(sides, chip.dims) if _exists(chip, shape)]
-    shapes += [shape[::-1] for shape in shapes if _exists(chip, shape[::-1])]
+    shapes = [shape for shape in itertools.product(sides, repeat=chip.dims) if _exists(chip, shape)]
 
     def distance(shape: tuple[int, ...]) -> tuple[int, int, int]:
         pairs = zip(sorted(shape), sorted(sizes), strict=True) if len(shape) == len(sizes) else ()

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from m3jax.config import M3Config
 from m3jax.messages import counted
 from m3jax.parallel import AXES
@@ -204,13 +206,8 @@ def _prompt_seconds(weights: str) -> list[float]:
 def _share(taken: Sequence[Measurement], size: int) -> float:
     """Return the share at a size: between two measured ones by the logarithm, outside them that of the nearest."""
     taken = sorted(taken, key=lambda m: m.size)
-    below = [m for m in taken if m.size <= size]
-    above = [m for m in taken if m.size > size]
-    if not below or not above:
-        return (below[-1] if below else above[0]).share
-    first, last = below[-1], above[0]
-    part = math.log(size / first.size) / math.log(last.size / first.size)
-    return first.share + part * (last.share - first.share)
+    sizes, shares = [math.log(m.size) for m in taken], [m.share for m in taken]
+    return float(np.interp(math.log(size), sizes, shares))
 
 
 def _floor(job: Job, program: str, sizes: dict[str, int] | None = None) -> float:

@@ -81,7 +81,7 @@ def topology_mesh(topology: str, sizes: dict[str, int]) -> Mesh:
 def decode(job: Job, mesh: Mesh) -> Any:
     """Trace `device.decode` for one step."""
     state, layout = _state(job, mesh)
-    return _compiled_as_by_the_engine("decode", job).trace(
+    return _compiled_as_by_the_engine("decode").trace(
         _model(job, mesh), state, _shape(job.batch), max_steps=1, layout=layout
     )
 
@@ -91,15 +91,15 @@ def prefill(job: Job, mesh: Mesh) -> Any:
     state, layout = _state(job, mesh)
     chunk = device.Chunk(_shape(1), _shape(1, job.chunk), _shape(1), _shape(1))
     continuations = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _continuations(job, 1))
-    return _compiled_as_by_the_engine("prefill", job).trace(
-        _model(job, mesh), state, chunk, continuations, layout=layout
-    )
+    return _compiled_as_by_the_engine("prefill").trace(_model(job, mesh), state, chunk, continuations, layout=layout)
 
 
-def _compiled_as_by_the_engine(name: str, job: Job) -> Any:
-    """Return one of the device's functions, with the compiler's options that an engine gives it there."""
-    mode = "wide" if job.weights == "dequantize" and job.dtype == "float32" else "narrow"
-    return device.program(name, platform(), mode)
+def _compiled_as_by_the_engine(name: str) -> Any:
+    """Return one of the device's functions, with the compiler's options that an engine gives it there.
+
+    On a TPU, the only kind of device that programs are compiled for here, they are the same in every mode.
+    """
+    return device.program(name, platform(), "narrow")
 
 
 def _model(job: Job, mesh: Mesh) -> Any:

@@ -17,7 +17,7 @@ from m3jax.console import Parser, run_command, run_program, say
 from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
 from m3jax.train.convert_command import convert_parser, run_convert
-from m3jax.train.options import add_options, check_options
+from m3jax.train.options import add_options, check_options, remat_of
 from m3jax.train.sft_command import merge_parser, run_merge, run_sft, sft_parser
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def parser() -> Parser:
     ways.add_argument("--invariant", action="store_true", help="engine and trainer compute the same bits; the run "
                       "ends where they do not")  # fmt: skip
     ways.add_argument("--remat", action="store_true", help="recompute activations: less memory, slower")
+    add_options(ways, "--keep-products")
     add_options(ways, "--save-every", default=10, help="rounds after which the state is kept (default: 10)")
     ways.add_argument("--reward-seconds", metavar="S", type=float, default=60.0, help="that one call of reward() may "
                       "take (default: 60)")  # fmt: skip
@@ -154,8 +155,8 @@ def _settings(args: argparse.Namespace, replay: Sequence[str]) -> "RunSettings":
         epochs=args.epochs, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps,
         weight_decay=args.weight_decay, baseline=args.baseline, loss=loss,
         replay=tuple(REPLAY[name] for name in replay), sampling=sampling, old=args.old, turns=args.turns,
-        tool_tokens=args.tool_tokens, invariant=args.invariant, compute_dtype=args.dtype, remat=args.remat,
-        rows=args.rows, save_every=args.save_every, seed=args.seed,
+        tool_tokens=args.tool_tokens, invariant=args.invariant, compute_dtype=args.dtype,
+        remat=remat_of(args, args.remat), rows=args.rows, save_every=args.save_every, seed=args.seed,
     )  # fmt: skip
 
 

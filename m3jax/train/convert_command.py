@@ -9,7 +9,7 @@ from pathlib import Path
 from m3jax.console import Parser, say
 from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
-from m3jax.train.options import add_options, check_options
+from m3jax.train.options import add_options, check_options, remat_of
 
 
 def convert_parser(prog: str) -> Parser:
@@ -52,7 +52,7 @@ def convert_parser(prog: str) -> Parser:
     of_seed = "of the order of the documents, and of an index branch that begins at random (default: 0)"
     add_options(learning, "--seed", help=of_seed)
     ways = out.add_argument_group("how it is computed")
-    add_options(ways, "--dtype", "--no-remat", "--save-every", "--mesh")
+    add_options(ways, "--dtype", "--no-remat", "--keep-products", "--save-every", "--mesh")
     add_hosts(out)
     return out
 
@@ -107,7 +107,7 @@ def _convert(args: argparse.Namespace, warm_up_steps: int) -> None:
         raise ValueError(f"--length {length}: the model's context is {config.max_position_embeddings} tokens")
     shared = dict(
         length=length, rows=args.rows, accumulate=args.accumulate, weight_decay=args.weight_decay,
-        clip_norm=args.clip_norm, compute_dtype=args.dtype, remat=not args.no_remat,
+        clip_norm=args.clip_norm, compute_dtype=args.dtype, remat=remat_of(args, not args.no_remat),
     )  # fmt: skip
     settings = ConvertSettings(
         warm_up=SFTSettings(steps=warm_up_steps, learning_rate=args.index_rate, seed=args.seed, **shared),

@@ -175,13 +175,18 @@ def draft_train_step(
     def mean_loss(draft):
         compute_draft = jax.tree.map(lambda x: x.astype(dtype), draft)
         losses, agreement = draft_losses(compute_draft, taps, logits, tokens, model, steps, lengths)
-        step_weights = STEP_WEIGHT ** jnp.arange(steps)
-        return jnp.sum(losses * step_weights) / jnp.sum(step_weights), agreement
+        return _mean_of_steps(losses), agreement
 
     (loss, agreement), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.draft)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.draft)
     metrics = {"loss": loss, "agreement": agreement, "grad_norm": optax.tree.norm(grads)}
     return DraftState(state.step + 1, optax.apply_updates(state.draft, updates), opt_state), metrics
+
+
+def _mean_of_steps(losses: Float[Array, " C"]) -> Float[Array, ""]:
+    """Return the mean of the losses of C draft steps, in which each counts `STEP_WEIGHT` as much as the one before."""
+    step_weights = STEP_WEIGHT ** jnp.arange(len(losses))
+    return jnp.sum(losses * step_weights) / jnp.sum(step_weights)
 
 
 def draft_optimizer(learning_rate: optax.Schedule) -> optax.GradientTransformation:

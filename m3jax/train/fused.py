@@ -28,7 +28,7 @@ def fuse(model: M3) -> M3:
     Returns:
       A model for calls without a cache and without padding.
     """
-    return model.with_training_paths(WholeRows, "copied" if platform() == "gpu" else "auto")
+    return model.with_training_paths(WholeRows, "trained" if platform() == "gpu" else "auto")
 
 
 @struct.dataclass

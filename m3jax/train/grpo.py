@@ -23,6 +23,7 @@ from m3jax.decoding import Engine, Params, Sampling
 from m3jax.decoding.builder import build_engine
 from m3jax.decoding.protocols import DRAWN_LOGPROBS, SUPPORT
 from m3jax.dialogue.answer import stop_ids
+from m3jax.execution import Remat
 from m3jax.messages import shown
 from m3jax.model import M3
 from m3jax.parallel import put, read
@@ -74,7 +75,7 @@ class RunSettings:
         differ in a bit.
       compute_dtype: of both; the master weights are float32.
       frozen_index: leave the index branch as it is: the loss of a policy has no gradient for it (T32).
-      remat: recompute activations in the backward pass.
+      remat: what the backward pass recomputes (`m3jax.execution.Compute`).
       rows: answers that are drawn side by side; None for all of a round.
       save_every: rounds after which the state is kept; the last one is kept in any case.
       seed: of the prompts' order and of all draws.
@@ -98,7 +99,7 @@ class RunSettings:
     invariant: bool = False
     compute_dtype: str = "float32"
     frozen_index: bool = True
-    remat: bool = False
+    remat: Remat = False
     rows: int | None = None
     save_every: int = 10
     seed: int = 0

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from m3jax.decoding.sampling import log_normaliser, logprob_of
 from m3jax.decoding.support import logits_within
+from m3jax.execution import Remat
 from m3jax.model import M3, Choices
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
@@ -34,14 +35,14 @@ class MSALoss:
       kl_weight: weight of the index loss; 0 leaves it out.
       kl_stride: every how many queries the index loss looks at, from an offset that is drawn for each step.
       compute_dtype: activations and weights of the forward pass; the master weights stay float32.
-      remat: recompute activations in the backward pass.
+      remat: what the backward pass recomputes (`m3jax.execution.Compute`).
       fused: attention by `m3jax.train.fused`, for rows without padding; otherwise by the model's schedule.
     """
 
     kl_weight: float = 1.0
     kl_stride: int = 8
     compute_dtype: str = "bfloat16"
-    remat: bool = True
+    remat: Remat = True
     fused: bool = False
 
     def __call__(self, model: M3, batch: Mapping[str, Any]) -> tuple[Float[Array, ""], dict[str, Any]]:
@@ -159,7 +160,7 @@ def token_logprobs(
     model: M3,
     tokens: Int[Array, "B T"],
     choices: Choices | None = None,
-    remat: bool = False,
+    remat: Remat = False,
     support: Int[Array, "B T-1 W"] | None = None,
     temperature: float | None = None,
 ) -> Float[Array, "B T-1"]:
@@ -172,7 +173,7 @@ def token_logprobs(
       model: the target.
       tokens: prompts and what followed, right-padded; what the padding gets means nothing.
       choices: experts and blocks that tokens take in place of the model's own choice, as a request's record has them.
-      remat: recompute activations in the backward pass.
+      remat: what the backward pass recomputes (`m3jax.execution.Compute`).
       support: the tokens that could have been drawn in the place of each, as a request's record "support" has them; -1
         for all. The log-probabilities are then those among these, and other tokens have a gradient of exactly 0.
       temperature: by which logits are divided. None, without a support, reads the model's own logits, as the engine's

@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from m3jax.execution import Remat
+
 DTYPES = ("bfloat16", "float32")
 _number = dict(metavar="N", type=int)
 _real = dict(metavar="X", type=float)
@@ -24,6 +26,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--dtype": dict(choices=DTYPES, default="bfloat16", help="of weights and activations in a pass; what is trained is "
                     "float32 (default: bfloat16)"),
     "--no-remat": dict(action="store_true", help="keep activations: more memory, faster"),
+    "--keep-products": dict(action="store_true", help="recompute activations, but not attention and the products of "
+                            "matrices: between the two in memory and time"),
     "--mesh": dict(metavar="SIZES", help="devices, as in data=2,tensor=4; axes: data, context, expert, tensor"),
     "--save-every": dict(**_number, default=100, help="steps after which the state is kept (default: 100)"),
 }  # fmt: skip
@@ -49,3 +53,15 @@ def check_options(args: argparse.Namespace) -> None:
     """
     if args.save_every < 1:
         raise ValueError(f"--save-every {args.save_every}: must be at least 1")
+    if args.keep_products and getattr(args, "no_remat", False):  # grpo has --remat in its place
+        raise ValueError("--no-remat keeps all activations, --keep-products some of them: give one of the two")
+
+
+def remat_of(args: argparse.Namespace, is_asked: bool) -> Remat:
+    """Return what the backward pass recomputes.
+
+    Args:
+      args: parsed.
+      is_asked: whether it recomputes anything where products need not be kept.
+    """
+    return "products" if args.keep_products else is_asked

@@ -115,8 +115,8 @@ def with_fast_gradients(model: M3, call_pages: Callable[..., CallPages] = Packed
       model: not changed.
       call_pages: as of `M3.with_training_paths`, for rows that hold something else.
     """
-    # One batched product has the faster gradient, on a CPU too; experts that a mesh divides are run in other ways.
-    experts = "auto" if model.compute.is_divided or platform() == "tpu" else "copied"
+    # Experts that a mesh divides, and those of a TPU, are run in the ways of any call.
+    experts = "auto" if model.compute.is_divided or platform() == "tpu" else "trained"
     return model.with_training_paths(call_pages, experts)
 
 

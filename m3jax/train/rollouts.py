@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from m3jax.decoding import Engine, Generation, Params
 from m3jax.decoding.protocols import CHOICES, DRAWN_LOGPROBS, SUPPORT
+from m3jax.execution import Remat
 from m3jax.model import M3, Choices
 from m3jax.train.losses import token_logprobs
 from m3jax.train.policy import PolicyLoss
@@ -257,7 +258,7 @@ def as_batch_of_groups(
 
 
 def logprobs_of_batch(
-    model: M3, batch: dict[str, Any], remat: bool = False, temperature: float | None = None
+    model: M3, batch: dict[str, Any], remat: Remat = False, temperature: float | None = None
 ) -> Float[Array, "B C"]:
     """Return the log-probabilities of a batch from `as_batch`, or `as_batch_of_groups`: [B T-1], with gradients.
 
@@ -313,13 +314,13 @@ class RolloutLoss:
     Attributes:
       policy: the loss over log-probabilities.
       compute_dtype: activations and weights of the forward pass; the master weights stay float32.
-      remat: recompute activations in the backward pass, with the same choices where they are replayed.
+      remat: what the backward pass recomputes (`m3jax.execution.Compute`): the same choices where they are replayed.
       temperature: as in `token_logprobs`.
     """
 
     policy: PolicyLoss = field(default_factory=PolicyLoss)
     compute_dtype: str = "float32"
-    remat: bool = False
+    remat: Remat = False
     temperature: float | None = None
 
     def __call__(self, model: M3, batch: dict[str, Any]) -> tuple[Float[Array, ""], dict[str, Any]]:

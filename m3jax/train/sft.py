@@ -21,6 +21,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
+from m3jax.execution import Remat
 from m3jax.files import read_json, replace_file
 from m3jax.model import M3
 from m3jax.model.context import Context
@@ -57,7 +58,7 @@ class SFTSettings:
       clip_norm: the largest norm of a step's gradient.
       index_loss: weight of the index branch's loss; 0 leaves the branch as it is, to the bit (T32).
       compute_dtype: of activations and weights in a pass; the master weights are float32.
-      remat: recompute activations in the backward pass, with the blocks and experts that were chosen.
+      remat: what the backward pass recomputes (`m3jax.execution.Compute`): the blocks and experts that were chosen.
       seed: of the order of the conversations.
     """
 
@@ -73,7 +74,7 @@ class SFTSettings:
     clip_norm: float = 1.0
     index_loss: float = 0.0
     compute_dtype: str = "bfloat16"
-    remat: bool = True
+    remat: Remat = True
     seed: int = 0
 
     def __post_init__(self):
@@ -97,8 +98,6 @@ class SFTSettings:
             "linear": lambda: optax.linear_schedule(peak, self.end_rate, after),
             "constant": lambda: optax.constant_schedule(peak),
         }[self.schedule]()
-        if not self.warmup_steps:
-            return behind
         return optax.join_schedules([optax.linear_schedule(0.0, peak, self.warmup_steps), behind], [self.warmup_steps])
 
 
@@ -112,13 +111,13 @@ class SFTLoss:
       index_loss: weight of the index loss, the mean over sparse layers; 0 leaves it out.
       index_stride: every how many tokens of a row the index loss looks at.
       compute_dtype: activations and weights of the forward pass; the master weights stay float32.
-      remat: recompute activations in the backward pass.
+      remat: what the backward pass recomputes (`m3jax.execution.Compute`).
     """
 
     index_loss: float = 0.0
     index_stride: int = 8
     compute_dtype: str = "bfloat16"
-    remat: bool = True
+    remat: Remat = True
 
     def __call__(self, model: M3, batch: Mapping[str, Any]) -> tuple[Float[Array, ""], dict[str, Any]]:
         """Return the loss and its parts.

@@ -8,7 +8,7 @@ from pathlib import Path
 from m3jax.console import Parser, say
 from m3jax.hosts.arguments import add_hosts, check_hosts
 from m3jax.interrupts import raise_interrupts
-from m3jax.train.options import add_options, check_options
+from m3jax.train.options import add_options, check_options, remat_of
 
 
 def sft_parser(prog: str) -> Parser:
@@ -43,7 +43,7 @@ def sft_parser(prog: str) -> Parser:
     lora.add_argument("--lora-targets", metavar="NAMES", help="attention, experts or both with a comma (default: both)")
     lora.add_argument("--adapter", metavar="DIR", help="go on from these adapters, in PEFT's layout")
     ways = out.add_argument_group("how it is computed")
-    add_options(ways, "--dtype", "--no-remat", "--save-every", "--mesh")
+    add_options(ways, "--dtype", "--no-remat", "--keep-products", "--save-every", "--mesh")
     add_hosts(out)
     return out
 
@@ -96,7 +96,7 @@ def _train(args: argparse.Namespace) -> None:
         steps=args.steps, length=args.length or 1, rows=args.rows, accumulate=args.accumulate,
         learning_rate=args.learning_rate, schedule=args.schedule, warmup_steps=args.warmup_steps,
         end_rate=args.end_rate, weight_decay=args.weight_decay, clip_norm=args.clip_norm, index_loss=args.index_loss,
-        compute_dtype=args.dtype, remat=not args.no_remat, seed=args.seed,
+        compute_dtype=args.dtype, remat=remat_of(args, not args.no_remat), seed=args.seed,
     )  # fmt: skip
     if args.lora:
         targets = lora.TARGETS if args.lora_targets is None else tuple(args.lora_targets.split(","))

@@ -25,6 +25,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Shaped
 
 from m3jax.cache import CallPages
+from m3jax.execution import Remat
 from m3jax.model import M3, Choices
 from m3jax.train.losses import logprobs_of_hidden
 from m3jax.train.packing import (
@@ -150,7 +151,7 @@ def answer_logprobs(
     tokens: Int[Array, "B W"],
     positions: Int[Array, "B W"],
     choices: Choices | None = None,
-    remat: bool = False,
+    remat: Remat = False,
     support: Int[Array, "B W-1 V"] | None = None,
     temperature: float | None = None,
 ) -> Float[Array, "B W-1"]:

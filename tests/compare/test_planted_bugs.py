@@ -46,7 +46,17 @@ def test_the_page_has_every_bug():
     assert [name for name in ROWS if name in names] == [*REPORTS] == names and FIRST.keys() == REPORTS.keys()
 
 
-@pytest.mark.parametrize("bug", SCRIPT["BUGS"], ids=lambda bug: bug.__name__)
+# One for each quantity that a report may name first.
+FEW = ("right", *({first: bug for bug, first in reversed(FIRST.items())}.values()))
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        pytest.param(bug, id=bug.__name__, marks=() if bug.__name__ in FEW else pytest.mark.further)
+        for bug in SCRIPT["BUGS"]
+    ],
+)
 def test_the_report_is_the_pages(bug, planted):
     """The report names the quantity that the bug changes first, in the words of the page and of planted_bugs.txt."""
     report = compare_sides(str(ROOT / "vectors"), str(planted / f"{bug.__name__}.safetensors"))

@@ -118,6 +118,7 @@ def test_selection_and_chance():
     assert_close(found[:, :, 1], found[:, :, 0], "mass in all blocks", "LK", atol=1e-6)
 
 
+@pytest.mark.further  # what a mesh computes: tests/model
 def test_a_mesh_catches_the_same():
     mesh = make_mesh(data=2, context=1, expert=2, tensor=2)
     found = caught_by_distance(tiny.model(CONFIG, mesh=mesh), tiny.tokens(CONFIG, 2, 128))

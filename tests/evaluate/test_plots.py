@@ -25,6 +25,8 @@ def shown(task, *results):
                 bars=[(bar.get_x(), bar.get_y(), bar.get_width(), bar.get_height()) for bar in axis.patches],
                 cells=[np.ma.filled(image.get_array(), -1.0).tolist() for image in axis.images],
                 texts=[(text.get_text(), *text.get_position(), text.get_color()) for text in axis.texts],
+                limits=axis.get_ylim(),
+                has_grid=axis.xaxis.get_gridlines()[0].get_visible(),
                 legend=legend and [text.get_text() for text in (legend.get_title(), *legend.get_texts())],
             )
         )  # fmt: skip
@@ -88,6 +90,8 @@ def test_divergence():
     assert right["names"] == ("", "", "another most probable token, share of positions")
     assert [bar[3] for bar in right["bars"]] == [0.25, 0.0] and right["ticks"][0] == ["one\nfloat32", "two"]
     assert [text[0] for text in right["texts"]] == ["25.00%", "0.00%"]
+    assert right["limits"][1] > 0.25 * 1.1  # room for the figure above the highest bar
+    assert left["limits"][0] == 0.0 and left["has_grid"]
 
 
 def test_caught():

@@ -131,6 +131,7 @@ def test_perplexity_is_the_mean_over_tokens():
         np.testing.assert_allclose((each["tokens"], each["loss"]), (inside.sum(), both[inside].mean()), rtol=1e-4)
 
 
+@pytest.mark.further  # of a script
 def test_validation_loss_is_a_mean_over_tokens():
     """Not over batches: the second one counts for less here."""
     first = {"tokens": tiny.tokens(CONFIG, 2, 65), "weights": np.random.default_rng(0).choice([0.0, 1.0, 3.0], (2, 64))}

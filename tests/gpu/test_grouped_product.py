@@ -32,7 +32,8 @@ def draw(shape, dtype, seed: int):
     weight = jax.random.normal(keys[2], (groups, inputs, outputs)) * inputs**-0.5
     weight = (weight.at[1].set(jnp.nan) if groups > 1 else weight).astype(dtype)
     of_tiles = np.append(group, group[-1]).astype(np.int32)
-    return rows, others, weight, of_tiles, np.cumsum(count, dtype=np.int32) - count, count, np.int32(tiles - 1)
+    first, used = np.cumsum(count, dtype=np.int32) - count, np.int32(tiles - 1)
+    return rows, others, weight, *map(jnp.asarray, (of_tiles, first, count, used))
 
 
 @shapes_and_dtypes(SHAPES)
@@ -54,7 +55,7 @@ def test_products_and_their_gradients_are_those_of_float64(shape, dtype, backend
         assert close(forward[tile], exact(rows[tile]) @ matrix), f"products of tile {tile}"
         assert close(back[tile], exact(others[tile]) @ matrix.T), f"products of tile {tile} with the transposed matrix"
     for one in {0, len(count) - 1}:
-        own = slice(first[one], first[one] + count[one])
+        own = slice(int(first[one]), int(first[one] + count[one]))
         left, right = (exact(y[own]).reshape(-1, y.shape[-1]) for y in (rows, others))
         assert close(sums[one], left.T @ right), f"sums of group {one}"
     assert not sums[count == 0].any(), "the sum of a group without tiles"

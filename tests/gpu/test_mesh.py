@@ -10,11 +10,15 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from support.on_gpu import narrow_model, random_tokens
 
 from m3jax.decoding import Engine, Generation, Params, Sampling
+from m3jax.execution.exchange import EXCHANGES
 from m3jax.model import M3
 from m3jax.parallel import parse_mesh
 
@@ -46,6 +50,28 @@ def served(model: M3, **shape) -> list[Generation]:
     handles = [engine.add(prompt, order) for prompt, order in zip(prompts(), orders, strict=True)]
     engine.run()
     return [engine.result(handle) for handle in handles]
+
+
+@pytest.mark.parametrize("way", EXCHANGES)
+def test_rows_are_brought_to_their_devices_and_back(way, seed):
+    """Each device multiplies what it is sent by a number of its own; about half of the rows go to each."""
+    count, num_rows, width = jax.device_count(), 256, 512
+    draw, capacity = np.random.default_rng(seed), 256
+    rows = draw.normal(size=(count * num_rows, width)).astype(jnp.bfloat16)
+    is_sent = draw.uniform(size=(count * num_rows, count)) < 0.5
+
+    def there_and_back(rows, is_sent):
+        exchange = EXCHANGES[way](is_sent, capacity, "d")
+        sent = jnp.zeros((count * capacity, width), rows.dtype).at[exchange.target].set(rows[:, None], mode="drop")
+        back = exchange.back(exchange.there(sent, 0) * (jax.lax.axis_index("d") + 2).astype(rows.dtype))
+        return back.at[exchange.target].get(mode="fill", fill_value=0), exchange.lacks_room[None]
+
+    mesh = Mesh(jax.devices(), ("d",))
+    run = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
+    back, lacks_room = run(rows, is_sent)
+    expected = rows[:, None] * is_sent[..., None] * np.arange(2, count + 2).astype(rows.dtype)[:, None]
+    np.testing.assert_array_equal(np.asarray(back, np.float32), expected.astype(np.float32))
+    assert not lacks_room.any()
 
 
 @pytest.mark.parametrize("mesh", MESHES)

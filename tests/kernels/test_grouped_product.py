@@ -10,7 +10,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from support import comparisons
 from support.lowering import array, lower, refuse
 
-from m3jax.ops import interpret, measured
+from m3jax.ops import interpret, measured, run_experts
 from m3jax.ops.experts import EXPERT_PATHS, ExpertWeights
 from pallas_kernels.grouped_outer import grouped_outer
 from pallas_kernels.grouped_outer import triton as outer
@@ -123,6 +123,19 @@ def test_wrong_operands_are_refused(unchecked):
            array(jnp.bfloat16, 8, 6144, 3072), *GROUPS)  # fmt: skip
     refuse("need the same tiles and dtype", add, M3[0], array(jnp.float32, 264, 128, 3072), *EACH)
     refuse("need multiples of 64, 128 and 256", add, M3[0], array(jnp.bfloat16, 264, 128, 1000), *EACH)
+
+
+def test_training_runs_the_kernels_on_a_gpu_in_16_bits_and_copies_experts_elsewhere(small_tiles):
+    def kernels(dtype, width):
+        x, gate = jnp.zeros((4, width), dtype), jnp.zeros((1, 2, width, 256), dtype)
+        weights, ids = ExpertWeights(gate, gate, gate.swapaxes(2, 3)), jnp.zeros((4, 1), jnp.int32)
+        run = partial(run_experts, path="trained", layer=jnp.int32(0), activate=lambda gate, up: gate * up)
+        return str(jax.make_jaxpr(run)(x, weights, ids)).count("pallas_call")
+
+    assert kernels(jnp.bfloat16, 512) == 0
+    with interpret():
+        assert kernels(jnp.bfloat16, 512) == 3  # gate, up and down
+        assert kernels(jnp.bfloat16, 384) == kernels(jnp.float32, 512) == 0
 
 
 @pytest.mark.parametrize(

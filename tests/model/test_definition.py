@@ -51,7 +51,7 @@ HOW = {
 
 @pytest.mark.parametrize(
     "how",
-    [name if name in ("auto", "invariant") else pytest.param(name, marks=pytest.mark.further) for name in HOW],
+    ["auto", *(pytest.param(name, marks=pytest.mark.further) for name in HOW if name != "auto")],
 )
 def test_every_way_to_compute_the_model_computes_the_definition(how):
     """All values on the way to the logits, in float32; for so many queries "auto" is "kv_block_major"."""
@@ -113,6 +113,7 @@ def test_a_bfloat16_layer_rounds_where_the_definition_does(index):
         assert np.sqrt(np.mean((ours - theirs) ** 2)) < 2.0**-7 * np.sqrt(np.mean(theirs**2)), name
 
 
+@pytest.mark.further  # the configuration's score: test_parts.py
 def test_the_score_of_a_block_can_be_replaced():
     """`with_score` and the definition's argument mean the same."""
     tokens, lengths = tiny.tokens(CONFIG, 2, LENGTH), jnp.asarray([LENGTH, LENGTH], jnp.int32)

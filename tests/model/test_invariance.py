@@ -41,7 +41,7 @@ def products():
     return tokens, jax.jit(lambda x, tile: by_tiles(fn, tile, x), static_argnums=1)
 
 
-@given(st.permutations(range(48)), st.sampled_from([1, 5, 16, 37]))
+@given(st.permutations(range(48)), st.sampled_from([5, 37]))
 def test_a_token_s_bits_depend_on_neither_its_place_nor_its_company(order, count):
     tokens, in_tiles = products()
     everywhere = np.asarray(in_tiles(tokens, 16))
@@ -82,7 +82,7 @@ def alone(mesh: str | None, dtype: str, **types) -> np.ndarray:
 @pytest.mark.parametrize(
     ("mesh", "dtype", "types"),
     [
-        (None, "bfloat16", IN_FLOAT8),
+        pytest.param(None, "bfloat16", IN_FLOAT8, marks=pytest.mark.further),  # the next test, with host memory
         ("context=4,tensor=2", "float32", {}),
     ],
 )
@@ -147,7 +147,9 @@ def lowered(model, *shape) -> str:
     return lower(lambda model, tokens: model.with_invariance()(tokens), model, array(jnp.int32, *shape))
 
 
-@pytest.mark.parametrize(("weights", "shape"), [("mxfp8", (1, 1)), ("dequantize", (2, 40))])
+@pytest.mark.parametrize(
+    ("weights", "shape"), [("mxfp8", (1, 1)), pytest.param("dequantize", (2, 40), marks=pytest.mark.further)]
+)
 def test_on_a_gpu_no_product_of_a_layer_is_left_to_xla(weights, shape):
     """And none is cut in tiles: what is left is element by element, so one token or many makes no other order."""
     config = tiny.config("dM", **SIZES, index_block_size=64, index_topk_blocks=4)  # which kernels of attention take

@@ -153,6 +153,7 @@ def test_decode_is_teacher_forcing():
     assert_like_whole(*feed(empty_cache(), counts, 1)[:2])
 
 
+@pytest.mark.further  # of the selection alone: tests/msa/test_selection.py
 def test_a_few_tokens_across_a_block_boundary():
     """T20: rows stand at different offsets within their blocks, and each call crosses some boundary."""
     counts = np.array([[5, 3, 1], *[[5, 5, 5]] * 14])
@@ -172,10 +173,10 @@ def test_ragged_rows_decode_as_if_alone():
 
 def test_one_program_for_all_lengths():
     """T11, T21: lengths and positions are data."""
-    feed(empty_cache(), [[4, 1, 0]], 5)
+    feed(empty_cache(), [[4, 1, 0]], LENGTH)
     programs = extend._cache_size()
     for count, start in (([5, 5, 5], [0, 9, 40]), ([0, 2, 1], [74, 0, 31])):
-        feed(empty_cache(), [count], 5, start=np.array(start, np.int32))
+        feed(empty_cache(), [count], LENGTH, start=np.array(start, np.int32))
     assert extend._cache_size() == programs
 
 
@@ -231,7 +232,7 @@ def test_what_lies_beyond_the_lengths_is_not_read():
 
 def test_padding_is_not_written():
     before = poisoned(empty_cache(), np.zeros(BATCH))
-    _, _, after = feed(before, [[0, 3, 5]], 5)
+    _, _, after = feed(before, [[0, 3, 5]], LENGTH)
     expected = np.arange(after.max_length) < np.array([0, 3, 5])[:, None]
     for stack in after.stacks:
         for x in (stack.k, stack.v) if stack.index_k is None else (stack.k, stack.v, stack.index_k):

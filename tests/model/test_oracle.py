@@ -27,7 +27,8 @@ BF16_SLACK = 2.0**-8
 ON_THE_WAY = ("input", "attention_norm", "q", "k", "v", "index_q", "index_k", "attention", "attention_out", "ffn_norm",
               "ffn_out", "output")  # fmt: skip
 LONG = "groups8"  # longer than every chunk that a schedule walks, and the dearest
-CASE_OF = {name: pytest.param(name, marks=pytest.mark.further if name == LONG else ()) for name in CASES}
+FEW = ("m3", "coincide")  # M3's own layers, and axes of one size; each of the others compiles a model more
+CASE_OF = {name: pytest.param(name, marks=() if name in FEW else pytest.mark.further) for name in CASES}
 SPARSE_CASES = [name for name, case in CASES.items() if case.layers != case.layers.lower()]
 every_sparse_case = pytest.mark.parametrize("name", [CASE_OF[name] for name in SPARSE_CASES])
 
@@ -74,7 +75,10 @@ def sparse_layers(values: dict[str, Any]) -> list[dict[str, np.ndarray]]:
 COMPUTED = [*((ours, name) for name in CASES), *((defined, name) for name in ("m3", LONG))]
 every_case = pytest.mark.parametrize(
     ("computed", "name"),
-    [pytest.param(computed, *CASE_OF[name].values, marks=CASE_OF[name].marks) for computed, name in COMPUTED],
+    [
+        pytest.param(computed, name, marks=CASE_OF[name].marks if computed is ours else pytest.mark.further)
+        for computed, name in COMPUTED
+    ],
 )
 
 
@@ -96,7 +100,7 @@ def test_every_value_on_the_way(computed, name):
     assert_close(found["final_norm"], expected["final_norm"], "final_norm", "B T D", atol=LOGITS)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "m" in case.layers.lower()])
+@pytest.mark.parametrize("name", [CASE_OF[name] for name, case in CASES.items() if "m" in case.layers.lower()])
 def test_every_expert_and_its_weight(name):
     for mine, other in zip(ours(name)["layers"], theirs(name)["layers"], strict=True):
         if "expert_ids" in other:
@@ -164,7 +168,7 @@ def test_visible_blocks_are_dropped(name):
         np.testing.assert_array_equal(count, np.broadcast_to(np.minimum(own + 1, case.top_k), count.shape))
 
 
-@pytest.mark.parametrize("name", [name for name in SPARSE_CASES if CASES[name].kv_heads > 1])
+@pytest.mark.parametrize("name", [CASE_OF[name] for name in SPARSE_CASES if CASES[name].kv_heads > 1])
 def test_one_selection_for_all_heads_would_differ(name):
     """T1: the best blocks by the maximum over index heads are not what any single head chose."""
     case = CASES[name]
@@ -237,7 +241,8 @@ def test_greedy_text():
 # bfloat16
 
 
-@pytest.mark.parametrize("name", ["sparse-only", pytest.param("dense-only", marks=pytest.mark.further)])
+@pytest.mark.further  # each rounding: test_roundings.py
+@pytest.mark.parametrize("name", ["sparse-only", "dense-only"])
 def test_bfloat16(name):
     """Weights that bfloat16 holds exactly: what differs from float32 is the arithmetic alone."""
     case = CASES[name]
@@ -265,10 +270,10 @@ def test_bfloat16(name):
 
 def test_what_we_save_transformers_loads(tmp_path):
     """Their weights, through our loader and our writer, come back to them bit for bit."""
-    pair = oracle.pair("groups1")
+    pair = oracle.pair("m3")
     checkpoint.save(pair.ours, tmp_path)
     again = m3_vl.MiniMaxM3SparseForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    np.testing.assert_array_equal(oracle.logits(again, pair.case.tokens()), theirs("groups1")["logits"])
+    np.testing.assert_array_equal(oracle.logits(again, pair.case.tokens()), theirs("m3")["logits"])
 
 
 def test_a_text_only_folder_of_transformers(tmp_path):

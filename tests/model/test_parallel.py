@@ -154,7 +154,7 @@ def one_layer(mesh: str | None, is_sparse: bool, tokens: int, blocks: int) -> hl
     return hlo.count(jax.jit(layer, donate_argnums=1).lower(heads, pages, call).compile(QUICK).as_text())
 
 
-@pytest.mark.parametrize("is_sparse, tokens", [(True, 1), (False, 16)])
+@pytest.mark.parametrize("is_sparse, tokens", [(True, 1), pytest.param(False, 16, marks=pytest.mark.further)])
 def test_eight_devices_do_an_eighth_of_the_work_each(is_sparse, tokens):
     """T51: products and memory of a long row, in a step of a sparse layer and a chunk of a dense one.
 
@@ -220,7 +220,7 @@ def layer_of_experts(mesh: str | None, platform: str):
     "mesh, platform",
     [
         ("data=2,context=2,expert=2", "cpu"),
-        ("data=2,context=2,expert=2", "gpu"),
+        pytest.param("data=2,context=2,expert=2", "gpu", marks=pytest.mark.further),
         pytest.param("context=3", "cpu", marks=pytest.mark.further),
         ("expert=4,tensor=2", "tpu"),
     ],
@@ -263,7 +263,9 @@ def divided_experts(mesh: str | None):
     return partial(jax.jit(run, compiler_options=QUICK), model.stacks[0].mlp)
 
 
-@pytest.mark.parametrize("mesh", ["expert=8", "data=2,expert=4", "context=3,tensor=2"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("expert=8", marks=pytest.mark.further), "data=2,expert=4", "context=3,tensor=2"]
+)
 def test_divided_tokens_meet_their_experts(mesh):
     """T52: dispatched to them evenly; too unevenly for the places there are; gathered; of an axis that divides none."""
     for args in (even(256), routed(256, True), routed(256, False)):
@@ -293,9 +295,8 @@ def in_chunks(mesh: str | None) -> np.ndarray:
     return np.concatenate(logits)
 
 
-@pytest.mark.parametrize(
-    "mesh", ["context=2,expert=2,tensor=2", pytest.param("context=3,tensor=2", marks=pytest.mark.further)]
-)
+@pytest.mark.further  # layers with a cache, and experts of divided tokens: above
+@pytest.mark.parametrize("mesh", ["context=2,expert=2,tensor=2", "context=3,tensor=2"])
 def test_a_prompt_in_divided_chunks_is_one_device_s(mesh):
     """T51, T52: over every axis but that of rows; one axis divides no tokens."""
     comparisons.assert_close(in_chunks(mesh), in_chunks(None), "logits", "T V", rtol=1e-5, atol=2e-5)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from support.pytrees import assert_settings_are_static
 from support.shares import AXIS, SIZE, devices_map, shared_memory
 
@@ -18,6 +19,7 @@ from m3jax import M3Config, execution, ops
 from m3jax.execution import Projections, plain
 from m3jax.execution.compute import TOKEN_TILE, Compute
 from m3jax.execution.divided import Divided
+from m3jax.execution.exchange import EXCHANGES
 from m3jax.execution.experts import dispatch_capacity, ids_on_device, sums_by_dispatch, sums_by_gathering
 from m3jax.execution.fast import Fast
 from m3jax.execution.keep import KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual
@@ -255,10 +257,26 @@ def test_tokens_are_dispatched_where_that_moves_less():
     assert dispatch_capacity(96, 1, 2) == 72 and dispatch_capacity(95, 1, 2) is None  # 72 of 71.25 in whole tiles
 
 
+def ragged_all_to_all(rows, out, begin, count, begin_there, count_here, *, axis_name):
+    """The definition of `jax.lax.ragged_all_to_all`, which XLA does not have on a CPU; it moves all rows."""
+    here = jax.lax.axis_index(axis_name)
+    rows, begin, count, begin_there = (jax.lax.all_gather(x, axis_name) for x in (rows, begin, count, begin_there))
+    for device in range(len(rows)):
+        place = jnp.arange(len(out)) - begin_there[device, here]
+        is_sent = (place >= 0) & (place < jnp.minimum(count[device, here], count_here[device]))
+        sent = rows[device].at[begin[device, here] + place].get(mode="clip")
+        out = jnp.where(is_sent.reshape(-1, *[1] * (out.ndim - 1)), sent, out)
+    return out
+
+
 @pytest.mark.usefixtures("eight_devices")
-@pytest.mark.parametrize("capacity", [6, 2, 1])
-def test_tokens_sent_to_their_experts_and_gathered_ones_have_the_same_sums(capacity):
+@pytest.mark.parametrize(
+    ("way", "capacity"), [("slots", 6), ("slots", 2), ("slots", 1), ("ragged", 6), ("ragged", 5), ("ragged", 1)]
+)
+def test_tokens_sent_to_their_experts_and_gathered_ones_have_the_same_sums(monkeypatch, way, capacity):
     """Three devices with two experts each; with less room than an uneven choice needs, all tokens are gathered."""
+    monkeypatch.setitem(measured.EXPERT_EXCHANGE, "cpu", way)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     devices, tokens, held = 3, 6, 2
     draw = np.random.default_rng(0)
     x = draw.normal(size=(devices, tokens, 2)).astype(np.float32)
@@ -283,6 +301,32 @@ def test_tokens_sent_to_their_experts_and_gathered_ones_have_the_same_sums(capac
     np.testing.assert_allclose(found[0], x * factor, rtol=1e-5)
     np.testing.assert_allclose(found[1], 3 * x * factor + 2 * x, rtol=1e-5)  # what stands beside the sums is not scaled
     assert set(most) == {devices * tokens * 3, 27}  # all pairs of the gathered tokens; 1.5 times a device's
+
+
+@pytest.mark.parametrize(
+    ("capacity", "others", "full"), [(3, 2, ("", "")), (2, 1, ("slots", "")), (2, 2, ("slots", "ragged"))]
+)
+def test_room_for_rows_is_of_a_device_or_of_each_two(capacity, others, full):
+    """Two devices send three rows, and one or two, to device 0: 2 C rows for each, or C for each two."""
+    rows = np.arange(3)[:, None]
+    is_sent = np.stack([(rows < count) & np.array([True, False]) for count in (3, others)])  # [devices X devices]
+    for way, where in zip(("slots", "ragged"), full, strict=True):
+        lacks_room = jax.vmap(lambda x, way=way: EXCHANGES[way](x, capacity, "d").lacks_room, axis_name="d")(is_sent)
+        assert lacks_room.any() == bool(where)
+
+
+@pytest.mark.usefixtures("eight_devices")
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_accelerators_have_an_operation_for_the_ragged_exchange(platform):
+    mesh = Mesh(jax.devices()[:2], ("d",))
+
+    def there_and_back(rows, is_sent):
+        exchange = EXCHANGES["ragged"](is_sent, 4, "d")
+        return exchange.back(exchange.there(rows, 0))
+
+    run = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
+    traced = run.trace(jnp.zeros((16, 2)), jnp.zeros((4, 2), bool))
+    assert traced.lower(lowering_platforms=(platform,)).as_text().count("@ragged_all_to_all") == 2
 
 
 @pytest.mark.parametrize("schedule", ["auto", "invariant"])

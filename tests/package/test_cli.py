@@ -11,6 +11,7 @@ import sys
 import jax
 import pytest
 import tokenizers
+from support.generation import engine_for_two
 from tokenizers import decoders, models, pre_tokenizers
 
 from m3jax import cli, progress
@@ -18,6 +19,7 @@ from m3jax.checkpoint import load, save
 from m3jax.cli import generation
 from m3jax.completion import Defaults, generate
 from m3jax.config import M3Config
+from m3jax.decoding import engine_for
 from m3jax.decoding.engine import DRAFT_TOKENS
 from m3jax.decoding.speculation import MAX_DRAFT_TOKENS
 from m3jax.model import init
@@ -65,7 +67,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def run(folder, capsys):
+def run(folder, capsys, monkeypatch):
+    monkeypatch.setattr(generation, "engine_for", engine_for_two)
+
     def call(*argv, model=folder):
         status = cli.main(["--model", str(model), "--dtype", "float32", "--max-new-tokens", "12", *map(str, argv)])
         out, err = capsys.readouterr()
@@ -302,9 +306,11 @@ def test_float64_needs_no_python(run, monkeypatch):
     assert not jax.config.jax_enable_x64
 
 
+@pytest.mark.further  # how lines are said: test_waiting.py
 def test_it_says_what_is_waited_for(run, folder, monkeypatch, capsys, caplog):
     """Lines come by the clock, so that what is compiled already or a fast machine shows few: the logger has all."""
     monkeypatch.setenv("M3JAX_PROGRESS", "1")
+    monkeypatch.setattr(generation, "engine_for", engine_for)  # a single prompt has programs of its own
     monkeypatch.setattr(progress, "_PAUSE", 0.001)
     with caplog.at_level(logging.DEBUG, "m3jax"):
         status, out, err = run("--prompt", "abc", "--json")

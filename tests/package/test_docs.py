@@ -18,8 +18,8 @@ PAGES = sorted(
 )
 DOCUMENTS = ["CONTRIBUTING.md", "README.md", "vectors/README.md", *PAGES]
 NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.py"))
-WITH_PYTHON = ("cache", "chat_output", "media", "sampling")
-COMPILING = ("chat", "engine", "inside", "msa", "vision")  # ten seconds each or more, of what others test too
+WITH_PYTHON = ("cache", "chat_output", "media")
+COMPILING = ("chat", "engine", "inside", "msa", "sampling", "vision")  # ten seconds each or more
 GENERATE = "m3jax generate "
 PLAN = "m3jax plan "
 

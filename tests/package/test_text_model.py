@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.generation import engine_for_two
 
 import m3jax
 from m3jax import cli
@@ -18,6 +19,11 @@ PROMPTS = ["import os, sys", "def f(x):"]
 @pytest.fixture(scope="module")
 def lm():
     return m3jax.TextModel.from_pretrained(dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def _engine_of_two(monkeypatch):
+    monkeypatch.setattr("m3jax.text_model.engine_for", engine_for_two)
 
 
 @pytest.mark.further  # the commands print: test_cli.py
@@ -134,7 +140,8 @@ def test_a_model_for_experiments():
     by_stream = m3jax.init(config, rngs=nnx.Rngs(params=1))
     assert not np.array_equal(by_stream.lm_head[...], by_seed.lm_head[...])
     assert m3jax.init(config, dtype=jnp.bfloat16).dtype == jnp.bfloat16
-    blocks = by_seed.intermediates(jnp.zeros((1, 64), jnp.int32))["layers"][1]["blocks"]
+    values = jax.eval_shape(lambda model, tokens: model.intermediates(tokens), by_seed, jnp.zeros((1, 64), jnp.int32))
+    blocks = values["layers"][1]["blocks"]
     assert blocks.shape == (1, 2, 64, 3) and config.max_position_embeddings // config.index_block_size > 3
     assert m3jax.M3Config.tiny(index_topk_blocks=2).index_topk_blocks == 2
     with pytest.raises(ValueError, match="rotary_dim = 7"):
@@ -186,6 +193,7 @@ def test_names_of_the_package():
         m3jax.nothing  # noqa: B018
 
 
+@pytest.mark.further  # as a text model does: above
 def test_a_model_saves_itself(tmp_path):
     model = m3jax.init(m3jax.M3Config.tiny())
     model.save_pretrained(tmp_path)

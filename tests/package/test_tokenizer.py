@@ -82,6 +82,7 @@ def test_digits_stand_alone():
     assert len(TOKENIZER.encode("1234")) == 4
 
 
+@pytest.mark.further
 def test_python_is_compressed():
     text = "".join(list(python_corpus("validation").values())[::8])
     assert len(text.encode()) / len(TOKENIZER.encode(text)) > 2.5

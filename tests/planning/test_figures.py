@@ -42,9 +42,10 @@ SLICES = {
     "v5p:16x20x28": 8960, "tpu7x:16x16x36": 18432, "h100:1": 1, "h200:8": 8, "b200:72": 72, "B200:9": 9,
 }  # fmt: skip
 NEAREST = {
-    "v6e:32x1": "v6e:2x16", "v6e:16x17": "v6e:16x16", "v5e:1x2": "v5e:2x2", "v5e:4": "v5e:2x2", "v5p:2x2": "v5p:2x2x2",
-    "v5p:1x1x1": "v5p:2x2x2", "v5p:2x1x2": "v5p:2x2x2", "v5p:6x6x6": "v5p:4x8x8", "v5p:16x24x24": "v5p:16x20x24",
-    "tpu7x:2x2x3": "tpu7x:2x2x2", "v5p:": "v5p:2x2x2", "h100:0": "h100:1", "b200:100": "b200:72", "h200:": "h200:1",
+    "v6e:32x1": "v6e:2x16", "v6e:16x17": "v6e:16x16", "v5e:1x2": "v5e:2x2", "v5e:4": "v5e:2x2", "v5p:2x2": "v5p:2x2x1",
+    "v5p:1x1x1": "v5p:2x2x1", "v5p:2x1x2": "v5p:2x2x1", "v5p:6x6x6": "v5p:4x8x8", "v5p:16x24x24": "v5p:16x20x24",
+    "v5p:16x16x33": "v5p:16x16x32", "v5p:3x3x3": "v5p:2x4x4",
+    "tpu7x:2x2x3": "tpu7x:2x2x2", "v5p:": "v5p:2x2x1", "h100:0": "h100:1", "b200:100": "b200:72", "h200:": "h200:1",
     "h200:2x2": "h200:4",
 }  # fmt: skip
 
@@ -268,6 +269,89 @@ def test_traffic_of_a_program_by_hand():
 )  # fmt: skip
 def test_bytes_of_types(array, size):
     assert hlo._size(array) == size
+
+
+FUSIONS = """HloModule m
+
+%inner (a: f32[100,8], i: s32[]) -> f32[8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %part = f32[1,8]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,8}
+  ROOT %flat = f32[8]{0} bitcast(%part)
+}
+
+%outer (x: f32[800], y: f32[4,4], j: s32[], z: f32[64,8]) -> (f32[4,4], f32[512]) {
+  %x = f32[800]{0} parameter(0)
+  %y = f32[4,4]{1,0} parameter(1)
+  %j = s32[] parameter(2)
+  %z = f32[64,8]{1,0} parameter(3)
+  %rows = f32[100,8]{1,0} bitcast(%x)
+  %taken = f32[8]{0} fusion(%rows, %j), kind=kLoop, calls=%inner
+  %row = f32[1,8]{1,0} bitcast(%taken)
+  %put = f32[64,8]{1,0} dynamic-update-slice(%z, %row, %j, %j)
+  %whole = f32[512]{0} bitcast(%put)
+  %minus = f32[4,4]{1,0} negate(%y)
+  ROOT %both = (f32[4,4]{1,0}, f32[512]{0}) tuple(%minus, %whole)
+}
+
+ENTRY %main (x0: f32[800], y0: f32[4,4], j0: s32[], z0: f32[64,8]) -> f32[] {
+  %x0 = f32[800]{0} parameter(0)
+  %y0 = f32[4,4]{1,0} parameter(1)
+  %j0 = s32[] parameter(2)
+  %z0 = f32[64,8]{1,0} parameter(3)
+  LINE
+  ROOT %end = f32[] constant(0)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "read", "written", "flops"),
+    [
+        # A slice of x, behind a bitcast and in a fusion of its own; all of y and j; of z nothing, but a row is written.
+        ("%f = (f32[4,4]{1,0}, f32[512]{0}) fusion(%x0, %y0, %j0, %z0), kind=kLoop, calls=%outer",
+         4 * (8 + 16 + 1), 4 * (16 + 8), 0),
+        ("%s = f32[2,8]{1,0} slice(%z0), slice={[0:2], [0:8]}", 4 * 16, 4 * 16, 0),
+        ("%u = f32[64,8]{1,0} dynamic-update-slice(%z0, %y0, %j0, %j0)", 4 * 16, 4 * 16, 0),
+        ("%u = f32[64,8]{1,0} scatter(%z0, %j0, %y0), to_apply=%add", 4 * 16, 4 * 16, 0),
+        # What lies in vector memory is neither read from HBM nor written to it.
+        ("%n = f32[4,4]{1,0:S(1)} negate(%y0)", 4 * 16, 0, 0),
+        ("%c = (f32[4,4]{1,0:S(1)}, f32[4,4]{1,0}, u32[]) copy-start(%y0)", 4 * 16, 0, 0),
+        # Four products of eight numbers at each of three places of a window; a window that is a batch has one place.
+        ("%p = f32[5,4]{1,0} convolution(%z0, %k0), window={size=3}, dim_labels=0f_0io->0f", 4 * (512 + 96), 80,
+         2 * 20 * 3 * 8),
+        ("%p = f32[5,4]{1,0} convolution(%z0, %k0), window={size=3 lhs_dilate=5}, dim_labels=0f_0io->0f",
+         4 * (512 + 96), 80, 2 * 20 * 8),
+        ("%p = f32[5,4]{1,0} convolution(%z0, %k0), window={size=3 rhs_reversal=1}, dim_labels=0f_0io->0f",
+         4 * (512 + 96), 80, 2 * 20 * 8),
+    ],
+)  # fmt: skip
+def test_traffic_and_products_of_one_instruction_by_hand(line, read, written, flops):
+    kernel = "%k0 = f32[3,8,4]{2,1,0} parameter(4)\n  " if "%k0" in line else ""
+    found = hlo.count(FUSIONS.replace("LINE", kernel + line))
+    assert (found.traffic, found.flops) == (read + written, flops)
+    assert [each[:2] for each in found.heaviest[:1]] == [(read + written, 1)]
+
+
+def test_of_branches_with_as_much_traffic_the_one_with_more_products_counts():
+    """Whichever stands first, called true and false or by number."""
+    product = "%p = f32[4,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    body = "%{0} (a{0}: f32[4,4]) -> f32[4,4] {{\n  %a = f32[4,4]{{1,0}} parameter(0)\n  %b = f32[4,4]{{1,0}} " \
+        "bitcast(%a)\n  ROOT {1}\n}}\n\n"  # fmt: skip
+    added = "%p = f32[4,4]{1,0} add(%a, %b)"
+    branches = body.format("heavy", product) + body.format("light", added)
+    program = FUSIONS.replace("%inner (", branches + "%inner (")
+    for names in (("heavy", "light"), ("light", "heavy")):
+        for called in ("true_computation=%{}, false_computation=%{}", "branch_computations={{%{}, %{}}}"):
+            line = "%c = f32[4,4]{1,0} conditional(%j0, %y0, %y0), " + called.format(*names)
+            assert hlo.count(program.replace("LINE", line)).flops == 2 * 16 * 4
+
+
+def test_what_another_thread_of_the_device_computes_counts():
+    """A computation that is begun and awaited later, as the CPU's and the GPU's compilers write it."""
+    for op, key in (("async-start", "calls"), ("call", "to_apply")):
+        line = f"%c = f32[8]{{0}} {op}(%x0, %j0), {key}=%inner"
+        assert hlo.count(FUSIONS.replace("LINE", line)).traffic == 2 * 4 * 8
 
 
 # The report

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from m3jax.decoding import Engine, Generation, Params, Sampling
+from m3jax.decoding import Engine, Generation, Params, Sampling, engine_for
 from m3jax.text import Tokenizer
 
 LETTERS = ["_", "<eos>"] + [chr(97 + i % 26) * (1 + i % 3) + str(i % 10) for i in range(62)]
@@ -20,6 +20,12 @@ def small_engine(model, **options) -> Engine:
     """In the shapes that `generate` chooses for PROMPTS and up to 16 new tokens, so that both share programs."""
     shapes = dict(pages=64, max_batch=4, prefill_rows=4, prefill_chunk=64, max_length=1024, steps_per_call=64)
     return Engine(model, **shapes | options, max_stop_ids=4)
+
+
+def engine_for_two(model, prompts: Sequence, params: Sequence[Params], **how) -> Engine:
+    """`engine_for`, but a single prompt gets an engine for two: both shapes then share their programs."""
+    missing = 2 - len(prompts)
+    return engine_for(model, [*prompts, *prompts[:missing]], [*params, *params[:missing]], **how)
 
 
 def run(engine: Engine, prompts: Sequence, *asked: Params) -> list[Generation]:

@@ -87,8 +87,9 @@ def test_where_every_block_is_selected_the_logits_are_the_sources(tmp_path, kind
     theirs = source(torch.tensor(TOKENS)).logits.detach().numpy()
     model = read_dense(tmp_path / "source", block_size=4, topk_blocks=8)
     np.testing.assert_allclose(model(TOKENS), theirs, atol=5e-5)
-    few = read_dense(tmp_path / "source", **SMALL)
-    assert np.abs(np.asarray(few(TOKENS)) - theirs).max() > 0.1, "nothing is left out"
+    if kind == "Qwen3":
+        few = read_dense(tmp_path / "source", **SMALL)
+        assert np.abs(np.asarray(few(TOKENS)) - theirs).max() > 0.1, "nothing is left out"
     dense = read_dense(tmp_path / "source", dense_layers=2)
     if kind == "Llama":  # training may move the norms of heads, which a Llama has not
         dense = with_moved_head_norms(dense)
@@ -357,6 +358,7 @@ def test_the_warm_up_is_the_divergence_from_each_documents_own_attention():
     np.testing.assert_allclose([found, parts["kl"]], np.mean(wanted), rtol=1e-5)
 
 
+@pytest.mark.further  # of the loss beneath it: test_losses.py
 def test_the_gradient_of_the_warm_up_is_the_index_branchs():
     """In float64 against differences; of the model beneath it, through which it reads, it is exactly zero (T33)."""
     with jax.enable_x64(True):

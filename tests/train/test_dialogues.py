@@ -232,6 +232,7 @@ def test_a_call_that_lacks_a_parameter_or_has_another_type_is_not_well_formed(co
     assert (game.num_well_formed, game.is_right) == (1, one == other), "well formed, and wrong"
 
 
+@pytest.mark.further  # turns of an engine: test_turns.py
 @pytest.mark.usefixtures("unchecked")
 def test_a_model_that_says_the_right_things_gets_all_of_them(corpus):
     """Through the engine, turn by turn, with the results between; another dialogue's answers are wrong ones."""

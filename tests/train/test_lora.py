@@ -39,8 +39,8 @@ def adapters():
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    save_adapters(adapters(), SETTINGS, model(), tmp_path / "adapter", base="tiny")
-    return tmp_path / "adapter"
+    save_adapters(adapters(), SETTINGS, model(), tmp_path / "runs" / "adapter", base="tiny")
+    return tmp_path / "runs" / "adapter"
 
 
 def test_new_adapters_change_no_bit():

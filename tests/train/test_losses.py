@@ -186,6 +186,7 @@ def test_kept_targets_are_a_distribution_and_the_others_a_token():
     np.testing.assert_allclose(none, next_token_loss(logits, targets, weights), rtol=1e-6)
 
 
+@pytest.mark.further  # of logits: the test above
 def test_a_model_that_is_its_own_teacher_does_not_move():
     """The gradient is zero where the teacher's predictions are kept, on a text that it finds unlikely too."""
     model = tiny.model(CONFIG).with_schedule("mask")

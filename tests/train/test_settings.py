@@ -14,8 +14,9 @@ from m3jax.train.convert_command import convert_parser, run_convert
 from m3jax.train.grpo import RunSettings
 from m3jax.train.lora import LoraSettings, init_adapters
 from m3jax.train.metric_lines import MetricLines
+from m3jax.train.rollouts import RolloutLoss
 from m3jax.train.run import _made_ahead
-from m3jax.train.sft import SFTSettings
+from m3jax.train.sft import SFTLoss, SFTSettings
 from m3jax.train.sft_command import merge_parser, sft_parser
 from m3jax.train.step import make_optimizer
 
@@ -38,6 +39,13 @@ def test_settings_have_the_defaults_of_their_commands():
         weight_decay=0.0, baseline="grpo", replay=(), old="trainer", turns=4, tool_tokens=64, invariant=False,
         compute_dtype="float32", frozen_index=True, remat=False, rows=None, save_every=10, seed=0,
     )  # fmt: skip
+    assert asdict(SFTLoss()) == dict(index_loss=0.0, index_stride=8, compute_dtype="bfloat16", remat=True)
+    of_policy = asdict(RolloutLoss())
+    assert of_policy.pop("policy") == dict(
+        clip_low=0.2, clip_high=0.28, dual_clip=10.0, level="token", mean="token", tokens=0, kl_weight=0.0,
+        correction=dict(weigh=None, limit=2.0, reject=None, divergence="k3", reject_above=1.0),
+    )  # fmt: skip
+    assert of_policy == dict(compute_dtype="float32", remat=False, temperature=None)
     assert asdict(LoraSettings()) == dict(rank=16, alpha=32.0, targets=lora.TARGETS)
     assert (LoraSettings().scale, LoraSettings(rank=8, alpha=4.0).scale) == (2.0, 0.5)
 
@@ -124,7 +132,9 @@ def test_the_optimiser_is_adamw_by_its_definition(frozen):
     names = ("w", "norm", "q_bias", "mlp.index_q", "mlp.e_score_correction_bias", "vision.w", "vision.norm")
     nested = lambda flat: {name: jnp.asarray(x) for name, x in flat.items()}
     params = {name: draw.normal(size=3).astype(np.float32) for name in names}
-    grads = [{name: draw.normal(size=3).astype(np.float32) for name in names} for _ in range(3)]
+    # The first is not clipped, the others are: AdamW does not see a factor that all gradients have.
+    sizes = (0.05, 1.0, 3.0)
+    grads = [{name: (size * draw.normal(size=3)).astype(np.float32) for name in names} for size in sizes]
     text_rates, vision_rates = [0.1, 0.2, 0.3], [0.3, 0.2, 0.1]
     by_step = lambda rates: lambda count: jnp.asarray(rates)[count]
     optimizer = make_optimizer(
@@ -157,6 +167,9 @@ def test_an_optimiser_of_one_rate_takes_it_for_the_tower_too():
     updates, _ = optimizer.update(params, optimizer.init(params), params)
     np.testing.assert_allclose(updates["w"], [-0.5, -0.5], rtol=1e-6)
     np.testing.assert_array_equal(updates["w"], updates["vision.w"])
+    least = {name: jnp.full(2, 1e-10) for name in params}  # as large as what Adam adds to the root
+    updates, _ = optimizer.update(least, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["w"], [-0.25, -0.25], rtol=1e-4)
 
 
 def test_adapters_begin_uniform_within_the_root_of_their_inputs(unchecked, monkeypatch):
@@ -231,6 +244,7 @@ def test_phases_of_a_conversion(tmp_path, monkeypatch, given, expected):
         (["--steps", "4", "--warm-up-steps", "4"], "--warm-up-steps 4: must be from 1 to 3"),
         (["--steps", "4", "--warm-up-steps", "0"], "--warm-up-steps 0: must be from 1 to 3"),
         (["--steps", "4", "--save-every", "0"], "--save-every 0: must be at least 1"),
+        (["--steps", "4", "--no-remat", "--keep-products"], "--no-remat keeps all activations"),
         (["--steps", "4", "--length", "1001"], "--length 1001: the model's context is 1000 tokens"),
     ],
 )

@@ -141,6 +141,7 @@ def test_a_mesh_gives_the_loss_and_gradients_of_micro_batches_on_one_device():
         assert "index_q_proj" not in name or np.abs(grad).max() > 1e-4, name
 
 
+@pytest.mark.further  # of the model: test_remat_keeps_the_selection
 def test_a_recomputed_layer_chooses_no_experts_and_blocks_anew():
     """T30, T58: the program of a gradient has each choice once, with and without remat."""
     batch = {name: x[0] if np.ndim(x) == 3 else x for name, x in batch_of().items()} | {"step": jnp.int32(0)}

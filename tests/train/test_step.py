@@ -360,6 +360,7 @@ def test_the_script_trains_and_measures(script, monkeypatch, tmp_path):
         assert shares and all(0 <= x <= 1 for x in shares)
 
 
+@pytest.mark.further  # a script; a frozen index branch: above, test_convert.py
 def test_a_dense_run_keeps_its_index_branch(script, monkeypatch, tmp_path):
     """T32 in the baseline, which trains no index branch, and whose weights decay; nothing about selection is said."""
     loss, asked = RowsOfTokens(), {}

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,12 @@ def mistakes_once(numpy_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check_numpy, "outputs_with", outputs_with)
         yield
+
+
+@cache
+def stored_cases() -> list[dict]:
+    """What the manifest says of each case; nothing here changes it."""
+    return read_manifest(STORED)["cases"]
 
 
 def again(x, rule, group, /, **changed):
@@ -372,7 +379,7 @@ def test_a_planted_bug_is_found(mistake, tmp_path, capsys):
     """The same tensor is right before, wrong after."""
     check_numpy = importlib.import_module("check_numpy")
     label, tensor, plant, words = PLANTED[mistake]
-    (case,) = (case for case in read_manifest(STORED)["cases"] if f"{case['group']}/{case['name']}" == label)
+    (case,) = (case for case in stored_cases() if f"{case['group']}/{case['name']}" == label)
     arrays, _ = read_case(STORED, case)
     decoded = {name: array for name, (_, array) in check_numpy.read_safetensors(STORED / case["file"]).items()}
     right, wrong = tmp_path / "right" / "mine.safetensors", tmp_path / "wrong" / case["file"]
@@ -383,11 +390,12 @@ def test_a_planted_bug_is_found(mistake, tmp_path, capsys):
         file.parent.mkdir(parents=True)
         value = np.ascontiguousarray(value)
         file.write_bytes(packed({name: value}))
-    assert check_numpy.main([str(STORED), str(right.parent)]) == 0
-    others = len(read_manifest(STORED)["cases"]) - 1
+    only = ["--only", case["group"]]
+    assert check_numpy.main([str(STORED), str(right.parent), *only]) == 0
+    others = sum(other["group"] == case["group"] for other in stored_cases()) - 1
     summary = f"{others} cases have no output of yours\n1 of 1 cases agree (1 outputs compared)\n"
     assert capsys.readouterr().out == summary
-    assert check_numpy.main([str(STORED), str(tmp_path / "wrong")]) == 1
+    assert check_numpy.main([str(STORED), str(tmp_path / "wrong"), *only]) == 1
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith(f"{label}: {tensor}: ") and "expected" in line and "found" in line and words in line, line
 
@@ -574,7 +582,7 @@ def test_a_mistake_of_another_group_is_named_where_it_is_proven(words, tmp_path,
     """T42, T43, T44, T45, T46, T48, T49: the mistake that gives all of an output is named, and no other one is."""
     check_numpy = importlib.import_module("check_numpy")
     label, tensor, plant = PROVEN_BY_GROUP[words]
-    (case,) = (case for case in read_manifest(STORED)["cases"] if f"{case['group']}/{case['name']}" == label)
+    (case,) = (case for case in stored_cases() if f"{case['group']}/{case['name']}" == label)
     stored = check_numpy.read_safetensors(STORED / case["file"])
     wrong = plant({name: array for name, (_, array) in stored.items()}, case["rule"])
     wrong_too = wrong.copy()
@@ -606,13 +614,11 @@ def test_an_infinity_agrees_with_itself_alone(rtol, atol):
 
 def test_a_place_is_named_by_its_axes(tmp_path, capsys):
     check_numpy = importlib.import_module("check_numpy")
-    (case,) = (
-        case for case in read_manifest(STORED)["cases"] if case["file"] == "sparse_attention/prefill.safetensors"
-    )
+    (case,) = (case for case in stored_cases() if case["file"] == "sparse_attention/prefill.safetensors")
     out = read_case(STORED, case)[0]["out"].copy()
     out[1, 7, 4, 2] += 1
     (tmp_path / "mine.safetensors").write_bytes(packed({"sparse_attention/prefill/out": out}))
-    assert check_numpy.main([str(STORED), str(tmp_path)]) == 1
+    assert check_numpy.main([str(STORED), str(tmp_path), "--only", "sparse_attention"]) == 1
     assert "the farthest at b=1 t=7 n=4 h=2: expected" in capsys.readouterr().out
 
 
@@ -622,6 +628,6 @@ def test_every_group_has_a_planted_bug():
 
 def test_float8_index_keys_choose_other_blocks():
     """A case of float8 index keys in which exact ones choose the same blocks would find nothing."""
-    (case,) = (case for case in read_manifest(STORED)["cases"] if case["file"] == "float8/index.safetensors")
+    (case,) = (case for case in stored_cases() if case["file"] == "float8/index.safetensors")
     arrays, _ = read_case(STORED, case)
     assert (arrays["blocks"] != arrays["blocks_of_exact_keys"]).any()

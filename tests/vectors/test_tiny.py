@@ -61,6 +61,7 @@ def test_the_stored_answers_are_whole_and_of_this_checkpoint():
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 2.5 * 2**20
 
 
+@pytest.mark.further  # a model beside other implementations: tests/model
 def test_this_package_s_answers_agree(tmp_path, capsys):
     """In float32, to the shortest prompt; `scripts/tiny_oracle.py dump m3jax` gives all five."""
     oracle = runpy.run_path(str(ROOT / "scripts" / "tiny_oracle.py"), run_name="tiny_oracle")
