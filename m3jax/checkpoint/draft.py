@@ -24,22 +24,22 @@ from m3jax.model.eagle3 import Eagle3, Eagle3Config, abstract
 
 # Hub name, parameter, and the rearrangement from the hub's [out, in] to the parameter's axes. The package's letters in
 # lower case, and a taps, e the width of one tap, w = 2d what attention reads, u tokens that the draft can propose.
-_TABLE = (
-    ("fc.weight", "fc", "d (a e) -> a e d"),
-    ("layers.0.hidden_norm.weight", "hidden_norm", "d -> d"),
-    ("layers.0.input_layernorm.weight", "input_layernorm", "d -> d"),
-    ("layers.0.post_attention_layernorm.weight", "post_attention_layernorm", "d -> d"),
-    ("layers.0.self_attn.q_proj.weight", "q_proj", "(n h) w -> w n h"),
-    ("layers.0.self_attn.k_proj.weight", "k_proj", "(k h) w -> w k h"),
-    ("layers.0.self_attn.v_proj.weight", "v_proj", "(k h) w -> w k h"),
-    ("layers.0.self_attn.o_proj.weight", "o_proj", "d (n h) -> n h d"),
-    ("layers.0.mlp.gate_proj.weight", "gate_proj", "f d -> d f"),
-    ("layers.0.mlp.up_proj.weight", "up_proj", "f d -> d f"),
-    ("layers.0.mlp.down_proj.weight", "down_proj", "d f -> f d"),
-    ("norm.weight", "norm", "d -> d"),
-    ("embed_tokens.weight", "embed_tokens", "v d -> v d"),
-    ("lm_head.weight", "lm_head", "u d -> u d"),
-)
+_TABLE = {
+    "fc.weight": ("fc", "d (a e) -> a e d"),
+    "layers.0.hidden_norm.weight": ("hidden_norm", "d -> d"),
+    "layers.0.input_layernorm.weight": ("input_layernorm", "d -> d"),
+    "layers.0.post_attention_layernorm.weight": ("post_attention_layernorm", "d -> d"),
+    "layers.0.self_attn.q_proj.weight": ("q_proj", "(n h) w -> w n h"),
+    "layers.0.self_attn.k_proj.weight": ("k_proj", "(k h) w -> w k h"),
+    "layers.0.self_attn.v_proj.weight": ("v_proj", "(k h) w -> w k h"),
+    "layers.0.self_attn.o_proj.weight": ("o_proj", "d (n h) -> n h d"),
+    "layers.0.mlp.gate_proj.weight": ("gate_proj", "f d -> d f"),
+    "layers.0.mlp.up_proj.weight": ("up_proj", "f d -> d f"),
+    "layers.0.mlp.down_proj.weight": ("down_proj", "d f -> f d"),
+    "norm.weight": ("norm", "d -> d"),
+    "embed_tokens.weight": ("embed_tokens", "v d -> v d"),
+    "lm_head.weight": ("lm_head", "u d -> u d"),
+}
 _FC_NORM, _OFFSETS = "fc_norm.{}.weight", "d2t"
 _LEFT_OUT = frozenset({"t2d"})  # the target's ids that the draft has, which d2t gives too
 _TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -49,7 +49,7 @@ _FIXED = {
     "rope_scaling": (None,), "norm_before_fc": (False,), "sliding_window": (None,),
 }  # fmt: skip
 _REQUIRED = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
-_OPTIONAL = ("rms_norm_eps", "rope_theta", "fc_norm", "norm_output", "norm_before_residual")
+_OPTIONAL = {"rms_norm_eps", "rope_theta", "fc_norm", "norm_output", "norm_before_residual"}
 
 
 def load_draft(path: str | Path | None, target: M3Config, dtype: str = "bfloat16", mesh: Mesh | None = None) -> Eagle3:
@@ -119,7 +119,7 @@ def save_draft(draft: Eagle3, path: str | Path) -> None:
     """
     config = draft.config
     tensors = {}
-    for hub_name, name, axes in _TABLE:
+    for hub_name, (name, axes) in _TABLE.items():
         if (parameter := getattr(draft, name)) is not None:
             hub_axes, own_axes = axes.split(" -> ")
             weight = rearrange(np.asarray(parameter[...]), f"{own_axes} -> {hub_axes}")  # of q_proj: [N*H W]
@@ -210,8 +210,7 @@ def _wrong_taps(taps: Any, layers: int) -> list[str]:
 
 def _to_json(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     """Return the config.json of a draft, from which `draft_config` makes the same configuration."""
-    written = ("hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "num_key_value_heads",
-               "head_dim", "intermediate_size", *_OPTIONAL)  # fmt: skip
+    written = {*_REQUIRED, "draft_vocab_size", "num_key_value_heads", "head_dim", *_OPTIONAL}
     return {name: getattr(config, name) for name in written} | {
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
         "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": dtype, _TAPS: list(config.taps),
@@ -239,7 +238,7 @@ def _hub_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     )  # fmt: skip
     is_shared = {"embed_tokens.weight": not c.own_embedding, "lm_head.weight": not c.own_head}
     shapes = {}
-    for hub_name, _, axes in _TABLE:
+    for hub_name, (_, axes) in _TABLE.items():
         if not is_shared.get(hub_name):
             groups = re.findall(r"\(.*?\)|\w", axes.split(" -> ")[0])  # "d (a e)": the axes d and (a e)
             shapes[hub_name] = tuple(prod(sizes[letter] for letter in re.findall(r"\w", group)) for group in groups)
@@ -277,7 +276,7 @@ def _fill(
         "(n h)": dict(h=config.head_dim),
         "(k h)": dict(h=config.head_dim),
     }
-    for hub_name, name, axes in _TABLE:
+    for hub_name, (name, axes) in _TABLE.items():
         if getattr(draft, name) is not None:
             sizes = next((known for group, known in split_sizes.items() if group in axes), {})
             set_parameter(name, rearrange(stored[hub_name].view(), axes, **sizes))  # of q_proj: [W N H]

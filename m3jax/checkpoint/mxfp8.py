@@ -35,7 +35,7 @@ def dequantize(
     Source: OCP Microscaling Formats 1.0; transformers `Fp8Dequantize`.
     """
     table = _weight_bits(np.dtype(dtype))
-    flat_codes, flat_scales = codes.reshape(-1), scales.reshape(-1)  # of a weight [F D]: [F*D]
+    flat_codes, flat_scales = codes.ravel(), scales.ravel()  # of a weight [F D]: [F*D]
     bits = np.empty(codes.size, table.dtype)
     for start in range(0, codes.size, _CHUNK):
         chunk = slice(start, start + _CHUNK)

@@ -14,89 +14,73 @@ from m3jax.vision import VisionConfig
 # the shared MLP. Of the tower W is the width, Nv and Hv are its heads, Fv is the hidden width, and Q the projector's;
 # Dm is D times the patches of a merge block. A name with a layer in front stands in a stack, so its parameter has an
 # axis L (and E for {e}) before the axes given here.
-_TOP = (
-    ("language_model.model.embed_tokens.weight", "embed_tokens", "V D -> V D"),
-    ("language_model.model.norm.weight", "norm", "D -> D"),
-    ("language_model.lm_head.weight", "lm_head", "V D -> V D"),
-)
-_LAYER = (
-    ("input_layernorm.weight", "input_layernorm", "D -> D"),
-    ("post_attention_layernorm.weight", "post_attention_layernorm", "D -> D"),
-    ("self_attn.q_proj.weight", "self_attn.q_proj", "(N H) D -> D N H"),
-    ("self_attn.k_proj.weight", "self_attn.k_proj", "(K H) D -> D K H"),
-    ("self_attn.v_proj.weight", "self_attn.v_proj", "(K H) D -> D K H"),
-    ("self_attn.o_proj.weight", "self_attn.o_proj", "D (N H) -> N H D"),
-    ("self_attn.q_norm.weight", "self_attn.q_norm", "H -> H"),
-    ("self_attn.k_norm.weight", "self_attn.k_norm", "H -> H"),
-)
-_INDEX = (
-    ("self_attn.index_q_proj.weight", "self_attn.index_q_proj", "(K Hi) D -> D K Hi"),
-    ("self_attn.index_k_proj.weight", "self_attn.index_k_proj", "Hi D -> D Hi"),
-    ("self_attn.index_q_norm.weight", "self_attn.index_q_norm", "Hi -> Hi"),
-    ("self_attn.index_k_norm.weight", "self_attn.index_k_norm", "Hi -> Hi"),
-)
-_DENSE = (
-    ("mlp.gate_proj.weight", "mlp.gate_proj", "Fd D -> D Fd"),
-    ("mlp.up_proj.weight", "mlp.up_proj", "Fd D -> D Fd"),
-    ("mlp.down_proj.weight", "mlp.down_proj", "D Fd -> Fd D"),
-)
-_MOE = (
-    ("block_sparse_moe.gate.weight", "mlp.gate", "E D -> D E"),
-    (
-        "block_sparse_moe.e_score_correction_bias",
-        "mlp.e_score_correction_bias",
-        "E -> E",
-    ),
-    (
-        "block_sparse_moe.shared_experts.gate_proj.weight",
-        "mlp.shared_experts.gate_proj",
-        "Fs D -> D Fs",
-    ),
-    (
-        "block_sparse_moe.shared_experts.up_proj.weight",
-        "mlp.shared_experts.up_proj",
-        "Fs D -> D Fs",
-    ),
-    (
-        "block_sparse_moe.shared_experts.down_proj.weight",
-        "mlp.shared_experts.down_proj",
-        "D Fs -> Fs D",
-    ),
-    ("block_sparse_moe.experts.{e}.w1.weight", "mlp.experts.gate_proj", "F D -> D F"),
-    ("block_sparse_moe.experts.{e}.w3.weight", "mlp.experts.up_proj", "F D -> D F"),
-    ("block_sparse_moe.experts.{e}.w2.weight", "mlp.experts.down_proj", "D F -> F D"),
-)
-_VISION_TOP = (
-    ("vision_tower.vision_model.embeddings.patch_embedding.weight", "patch_embedding", "W C Fr Ph Pw -> C Fr Ph Pw W"),
-    ("vision_tower.vision_model.pre_layrnorm.weight", "pre_layrnorm.weight", "W -> W"),
-    ("vision_tower.vision_model.pre_layrnorm.bias", "pre_layrnorm.bias", "W -> W"),
-    ("multi_modal_projector.linear_1.weight", "projector.linear_1.weight", "Q W -> W Q"),
-    ("multi_modal_projector.linear_1.bias", "projector.linear_1.bias", "Q -> Q"),
-    ("multi_modal_projector.linear_2.weight", "projector.linear_2.weight", "D Q -> Q D"),
-    ("multi_modal_projector.linear_2.bias", "projector.linear_2.bias", "D -> D"),
-    ("patch_merge_mlp.linear_1.weight", "projector.merge_linear_1.weight", "Q Dm -> Dm Q"),
-    ("patch_merge_mlp.linear_1.bias", "projector.merge_linear_1.bias", "Q -> Q"),
-    ("patch_merge_mlp.linear_2.weight", "projector.merge_linear_2.weight", "D Q -> Q D"),
-    ("patch_merge_mlp.linear_2.bias", "projector.merge_linear_2.bias", "D -> D"),
-)
-_VISION_LAYER = (
-    ("layer_norm1.weight", "layers.layer_norm1.weight", "W -> W"),
-    ("layer_norm1.bias", "layers.layer_norm1.bias", "W -> W"),
-    ("self_attn.q_proj.weight", "layers.self_attn.q_proj.weight", "(Nv Hv) W -> W Nv Hv"),
-    ("self_attn.q_proj.bias", "layers.self_attn.q_proj.bias", "(Nv Hv) -> Nv Hv"),
-    ("self_attn.k_proj.weight", "layers.self_attn.k_proj.weight", "(Nv Hv) W -> W Nv Hv"),
-    ("self_attn.k_proj.bias", "layers.self_attn.k_proj.bias", "(Nv Hv) -> Nv Hv"),
-    ("self_attn.v_proj.weight", "layers.self_attn.v_proj.weight", "(Nv Hv) W -> W Nv Hv"),
-    ("self_attn.v_proj.bias", "layers.self_attn.v_proj.bias", "(Nv Hv) -> Nv Hv"),
-    ("self_attn.out_proj.weight", "layers.self_attn.out_proj.weight", "W (Nv Hv) -> Nv Hv W"),
-    ("self_attn.out_proj.bias", "layers.self_attn.out_proj.bias", "W -> W"),
-    ("layer_norm2.weight", "layers.layer_norm2.weight", "W -> W"),
-    ("layer_norm2.bias", "layers.layer_norm2.bias", "W -> W"),
-    ("mlp.fc1.weight", "layers.mlp.fc1.weight", "Fv W -> W Fv"),
-    ("mlp.fc1.bias", "layers.mlp.fc1.bias", "Fv -> Fv"),
-    ("mlp.fc2.weight", "layers.mlp.fc2.weight", "W Fv -> Fv W"),
-    ("mlp.fc2.bias", "layers.mlp.fc2.bias", "W -> W"),
-)
+_EMBEDDING = {"language_model.model.embed_tokens.weight": ("embed_tokens", "V D -> V D")}
+_HEAD = {
+    "language_model.model.norm.weight": ("norm", "D -> D"),
+    "language_model.lm_head.weight": ("lm_head", "V D -> V D"),
+}
+_LAYER = {
+    "input_layernorm.weight": ("input_layernorm", "D -> D"),
+    "post_attention_layernorm.weight": ("post_attention_layernorm", "D -> D"),
+    "self_attn.q_proj.weight": ("self_attn.q_proj", "(N H) D -> D N H"),
+    "self_attn.k_proj.weight": ("self_attn.k_proj", "(K H) D -> D K H"),
+    "self_attn.v_proj.weight": ("self_attn.v_proj", "(K H) D -> D K H"),
+    "self_attn.o_proj.weight": ("self_attn.o_proj", "D (N H) -> N H D"),
+    "self_attn.q_norm.weight": ("self_attn.q_norm", "H -> H"),
+    "self_attn.k_norm.weight": ("self_attn.k_norm", "H -> H"),
+}
+_INDEX = {
+    "self_attn.index_q_proj.weight": ("self_attn.index_q_proj", "(K Hi) D -> D K Hi"),
+    "self_attn.index_k_proj.weight": ("self_attn.index_k_proj", "Hi D -> D Hi"),
+    "self_attn.index_q_norm.weight": ("self_attn.index_q_norm", "Hi -> Hi"),
+    "self_attn.index_k_norm.weight": ("self_attn.index_k_norm", "Hi -> Hi"),
+}
+_DENSE = {
+    "mlp.gate_proj.weight": ("mlp.gate_proj", "Fd D -> D Fd"),
+    "mlp.up_proj.weight": ("mlp.up_proj", "Fd D -> D Fd"),
+    "mlp.down_proj.weight": ("mlp.down_proj", "D Fd -> Fd D"),
+}
+_MOE = {
+    "block_sparse_moe.gate.weight": ("mlp.gate", "E D -> D E"),
+    "block_sparse_moe.e_score_correction_bias": ("mlp.e_score_correction_bias", "E -> E"),
+    "block_sparse_moe.shared_experts.gate_proj.weight": ("mlp.shared_experts.gate_proj", "Fs D -> D Fs"),
+    "block_sparse_moe.shared_experts.up_proj.weight": ("mlp.shared_experts.up_proj", "Fs D -> D Fs"),
+    "block_sparse_moe.shared_experts.down_proj.weight": ("mlp.shared_experts.down_proj", "D Fs -> Fs D"),
+    "block_sparse_moe.experts.{e}.w1.weight": ("mlp.experts.gate_proj", "F D -> D F"),
+    "block_sparse_moe.experts.{e}.w3.weight": ("mlp.experts.up_proj", "F D -> D F"),
+    "block_sparse_moe.experts.{e}.w2.weight": ("mlp.experts.down_proj", "D F -> F D"),
+}
+_VISION_TOP = {
+    "vision_tower.vision_model.embeddings.patch_embedding.weight": ("patch_embedding", "W C Fr Ph Pw -> C Fr Ph Pw W"),
+    "vision_tower.vision_model.pre_layrnorm.weight": ("pre_layrnorm.weight", "W -> W"),
+    "vision_tower.vision_model.pre_layrnorm.bias": ("pre_layrnorm.bias", "W -> W"),
+    "multi_modal_projector.linear_1.weight": ("projector.linear_1.weight", "Q W -> W Q"),
+    "multi_modal_projector.linear_1.bias": ("projector.linear_1.bias", "Q -> Q"),
+    "multi_modal_projector.linear_2.weight": ("projector.linear_2.weight", "D Q -> Q D"),
+    "multi_modal_projector.linear_2.bias": ("projector.linear_2.bias", "D -> D"),
+    "patch_merge_mlp.linear_1.weight": ("projector.merge_linear_1.weight", "Q Dm -> Dm Q"),
+    "patch_merge_mlp.linear_1.bias": ("projector.merge_linear_1.bias", "Q -> Q"),
+    "patch_merge_mlp.linear_2.weight": ("projector.merge_linear_2.weight", "D Q -> Q D"),
+    "patch_merge_mlp.linear_2.bias": ("projector.merge_linear_2.bias", "D -> D"),
+}
+_VISION_LAYER = {
+    "layer_norm1.weight": ("layers.layer_norm1.weight", "W -> W"),
+    "layer_norm1.bias": ("layers.layer_norm1.bias", "W -> W"),
+    "self_attn.q_proj.weight": ("layers.self_attn.q_proj.weight", "(Nv Hv) W -> W Nv Hv"),
+    "self_attn.q_proj.bias": ("layers.self_attn.q_proj.bias", "(Nv Hv) -> Nv Hv"),
+    "self_attn.k_proj.weight": ("layers.self_attn.k_proj.weight", "(Nv Hv) W -> W Nv Hv"),
+    "self_attn.k_proj.bias": ("layers.self_attn.k_proj.bias", "(Nv Hv) -> Nv Hv"),
+    "self_attn.v_proj.weight": ("layers.self_attn.v_proj.weight", "(Nv Hv) W -> W Nv Hv"),
+    "self_attn.v_proj.bias": ("layers.self_attn.v_proj.bias", "(Nv Hv) -> Nv Hv"),
+    "self_attn.out_proj.weight": ("layers.self_attn.out_proj.weight", "W (Nv Hv) -> Nv Hv W"),
+    "self_attn.out_proj.bias": ("layers.self_attn.out_proj.bias", "W -> W"),
+    "layer_norm2.weight": ("layers.layer_norm2.weight", "W -> W"),
+    "layer_norm2.bias": ("layers.layer_norm2.bias", "W -> W"),
+    "mlp.fc1.weight": ("layers.mlp.fc1.weight", "Fv W -> W Fv"),
+    "mlp.fc1.bias": ("layers.mlp.fc1.bias", "Fv -> Fv"),
+    "mlp.fc2.weight": ("layers.mlp.fc2.weight", "W Fv -> Fv W"),
+    "mlp.fc2.bias": ("layers.mlp.fc2.bias", "W -> W"),
+}
 _VISION_PREFIX = "vision_tower.vision_model.encoder.layers."
 _NEVER_QUANTIZED = ("embed_tokens", "lm_head", "mlp.gate")
 
@@ -194,10 +178,11 @@ def targets(config: M3Config) -> dict[str, Target]:
     Source: the tensor list of MiniMaxAI/MiniMax-M3.
     """
     sizes = _sizes(config)
-    places = {hub: _target(param, axes, sizes) for hub, param, axes in _TOP[:1]}
+    places = {hub: _target(param, axes, sizes) for hub, (param, axes) in _EMBEDDING.items()}
     for number, stack in enumerate(config.stacks):
-        table = _LAYER + (_INDEX if stack.is_sparse else ()) + (_MOE if stack.is_moe else _DENSE)
-        in_layer = {hub: _target(f"stacks.{number}.{param}", axes, sizes) for hub, param, axes in table}
+        in_layer = {
+            hub: _target(f"stacks.{number}.{param}", axes, sizes) for hub, (param, axes) in _layer_table(stack).items()
+        }
         for layer in range(stack.num_layers):
             prefix = f"language_model.model.layers.{stack.first_layer + layer}."
             for hub, target in in_layer.items():
@@ -206,17 +191,22 @@ def targets(config: M3Config) -> dict[str, Target]:
                     continue
                 for expert in range(config.num_local_experts):
                     places[prefix + hub.format(e=expert)] = target._replace(index=(layer, expert))
-    places |= {hub: _target(param, axes, sizes) for hub, param, axes in _TOP[1:]}
+    places |= {hub: _target(param, axes, sizes) for hub, (param, axes) in _HEAD.items()}
     if config.vision_config is not None:
         places |= _vision_targets(VisionConfig.of(config).num_hidden_layers, sizes)
     return places
 
 
+def _layer_table(stack: Stack) -> dict[str, tuple[str, str]]:
+    """Return the table of the tensors that each layer of a stack has."""
+    return _LAYER | (_INDEX if stack.is_sparse else {}) | (_MOE if stack.is_moe else _DENSE)
+
+
 def _vision_targets(num_layers: int, sizes: dict[str, int]) -> dict[str, Target]:
     """Return the tower's and the projector's part of `targets`."""
     of = lambda param, axes: _target(f"vision.{param}", axes, sizes)
-    places = {hub: of(param, axes) for hub, param, axes in _VISION_TOP}
-    for hub, param, axes in _VISION_LAYER:
+    places = {hub: of(param, axes) for hub, (param, axes) in _VISION_TOP.items()}
+    for hub, (param, axes) in _VISION_LAYER.items():
         target = of(param, axes)
         places |= {f"{_VISION_PREFIX}{layer}.{hub}": target._replace(index=(layer,)) for layer in range(num_layers)}
     return places
@@ -231,12 +221,12 @@ def totals(config: M3Config) -> tuple[int, int]:
     sizes = _sizes(config)
     num_tensors = num_values = 0
     layers_of = Counter(zip(config.layer_types, config.mlp_layer_types, strict=True))  # 4 kinds at most
-    tables = [(1, _TOP)]
+    tables = [(1, _EMBEDDING | _HEAD)]
     for (attention, mlp), num_layers in layers_of.items():
         stack = Stack(0, num_layers, attention, mlp)
-        tables.append((num_layers, _LAYER + (_INDEX if stack.is_sparse else ()) + (_MOE if stack.is_moe else _DENSE)))
+        tables.append((num_layers, _layer_table(stack)))
     for num_layers, table in tables:
-        for hub, param, axes in table:
+        for hub, (param, axes) in table.items():
             copies = num_layers * (config.num_local_experts if "{e}" in hub else 1)
             num_tensors += copies
             num_values += copies * prod(_target(param, axes, sizes).dims)
@@ -244,7 +234,7 @@ def totals(config: M3Config) -> tuple[int, int]:
         num_layers = VisionConfig.of(config).num_hidden_layers
         for copies, table in ((1, _VISION_TOP), (num_layers, _VISION_LAYER)):
             num_tensors += copies * len(table)
-            num_values += copies * sum(prod(_target(param, axes, sizes).dims) for _, param, axes in table)
+            num_values += copies * sum(prod(_target(param, axes, sizes).dims) for param, axes in table.values())
     return num_tensors, num_values
 
 

@@ -97,7 +97,7 @@ def _with_or_without_tower(path: Path, config: M3Config, folder: Folder, vision:
     if vision and config.vision_config is None:
         raise CheckpointError(path, ["config.json: no vision_config: this model has no tower; load with vision=False"])
     if vision is None:
-        vision = any(map(names.is_vision, (*folder.tensors, *folder.lost)))
+        vision = any(map(names.is_vision, folder.tensors.keys() | folder.lost))
     if not vision:
         return replace(config, vision_config=None)
     if config.vision_config is not None:

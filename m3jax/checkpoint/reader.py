@@ -11,12 +11,10 @@ import numpy as np
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
-from m3jax.files import INDEX_NAME, OUTSIDE, SINGLE_NAME, leaves_folder, read_json
+from m3jax.files import INDEX_NAME, MOST_INDEX_BYTES, MOST_INDEX_ENTRIES, OUTSIDE, SINGLE_NAME, leaves_folder, read_json
 from m3jax.files.tensors import read_header
 from m3jax.messages import listed, note_problems, printable, shortened, shown
 
-# MXFP8's index of M3 has 45,838 entries in some 6 MB.
-_MOST_INDEX_BYTES, _MOST_ENTRIES = 256 << 20, 4_000_000
 _AGAIN = "download it again"
 
 # 8-bit floats are read as bytes: only their own decoder gives them a meaning.
@@ -31,7 +29,7 @@ _DTYPES = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
-INTEGERS = ("I32", "I64")
+INTEGERS = {"I32", "I64"}
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 
@@ -54,8 +52,7 @@ class CheckpointError(ValueError):
 _Identity = tuple[int, int, int, int]
 
 
-def _identity(descriptor: int) -> _Identity:
-    status = os.fstat(descriptor)
+def _identity(status: os.stat_result) -> _Identity:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -88,7 +85,7 @@ class StoredTensor:
         page_start = self.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         lead, size = self.offset - page_start, prod(self.shape)
         with open(self.file, "rb") as file:
-            if _identity(file.fileno()) != self.identity:
+            if _identity(os.fstat(file.fileno())) != self.identity:
                 raise CheckpointError(self.file.parent, [f"{self.file.name}: replaced while it was read; load again"])
             mapped = mmap.mmap(file.fileno(), lead + size * self.itemsize, offset=page_start, access=mmap.ACCESS_READ)
         return np.frombuffer(mapped, _DTYPES[self.dtype], size, lead).reshape(self.shape)
@@ -138,8 +135,7 @@ def read_folder(path: Path) -> Folder:
 def version(path: Path) -> tuple[_Identity | None, ...]:
     """Return the identity of a folder's index and single file: one of them changes when a save replaces the weights."""
     files = (path / INDEX_NAME, path / SINGLE_NAME)
-    statuses = [os.stat(file) if file.is_file() else None for file in files]
-    return tuple(s and (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in statuses)
+    return tuple(_identity(os.stat(file)) if file.is_file() else None for file in files)
 
 
 def _read_index(path: Path, folder: Folder) -> None:
@@ -150,7 +146,7 @@ def _read_index(path: Path, folder: Folder) -> None:
         folder.all_lost = True
         return
     try:
-        index = read_json(path / INDEX_NAME, _MOST_INDEX_BYTES, _MOST_ENTRIES, "an index")
+        index = read_json(path / INDEX_NAME, MOST_INDEX_BYTES, MOST_INDEX_ENTRIES, "an index")
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ValueError(f"found {shown(weight_map)}; {_AGAIN}")
@@ -200,7 +196,7 @@ def _read_file(file: Path, folder: Folder) -> dict[str, StoredTensor] | None:
         with safe_open(file, framework="numpy"):
             pass  # the library checks the header, and that the tensors fill the file exactly
         with open(file, "rb") as stream:
-            identity = _identity(stream.fileno())
+            identity = _identity(os.fstat(stream.fileno()))
             header, data_start = read_header(stream)
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         size = file.stat().st_size

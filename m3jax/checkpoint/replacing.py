@@ -27,6 +27,8 @@ from jaxtyping import Shaped
 
 from m3jax.files import (
     INDEX_NAME,
+    MOST_INDEX_BYTES,
+    MOST_INDEX_ENTRIES,
     PENDING,
     SAVE_KEY,
     SINGLE_NAME,
@@ -45,7 +47,7 @@ except ImportError:  # Windows: two saves into one folder at once are the user's
 
 _OWN_SHARD = re.compile(r"model-[0-9a-f]{16}-\d{5}-of-\d{5}\.safetensors")
 _HUB_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOSYS)
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOSYS}
 
 
 class Replacement:
@@ -244,7 +246,7 @@ def _weights(folder: Path) -> set[str]:
     if (folder / INDEX_NAME).is_file():
         weight_files.add(INDEX_NAME)
         try:
-            listed = read_json(folder / INDEX_NAME, 256 << 20, 4_000_000).get("weight_map")
+            listed = read_json(folder / INDEX_NAME, MOST_INDEX_BYTES, MOST_INDEX_ENTRIES).get("weight_map")
         except ValueError:
             listed = None  # a broken index names no weights
         names = listed.values() if isinstance(listed, dict) else ()

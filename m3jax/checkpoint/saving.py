@@ -19,7 +19,7 @@ from m3jax.checkpoint.replacing import Replacement, as_json
 from m3jax.files import current_file, read_bytes
 from m3jax.files.tensors import by_width
 
-COPIED = (
+COPIED = {
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -28,7 +28,7 @@ COPIED = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
-)
+}
 _MOST_COPIED_BYTES = 256 << 20  # of one file, the most that is read of a tokenizer
 
 
@@ -98,7 +98,7 @@ def _copies(folder: str | Path | None) -> dict[str, bytes]:
     """Return the contents of a folder's tokenizer files and generation_config.json by name, as far as it has them."""
     if folder is None:
         return {}
-    files = {name: current_file(Path(folder), name) for name in COPIED}
+    files = {name: current_file(Path(folder), name) for name in sorted(COPIED)}
     return {name: read_bytes(file, _MOST_COPIED_BYTES) for name, file in files.items() if file.is_file()}
 
 

@@ -4,6 +4,8 @@ from m3jax.files.durable import NewFile, replace_file, sync_folder
 from m3jax.files.json_file import read_bytes, read_json, read_json_list
 from m3jax.files.pending import (
     INDEX_NAME,
+    MOST_INDEX_BYTES,
+    MOST_INDEX_ENTRIES,
     OUTSIDE,
     PENDING,
     SAVE_KEY,
@@ -16,6 +18,8 @@ from m3jax.files.pending import (
 
 __all__ = [
     "INDEX_NAME",
+    "MOST_INDEX_BYTES",
+    "MOST_INDEX_ENTRIES",
     "OUTSIDE",
     "PENDING",
     "SAVE_KEY",

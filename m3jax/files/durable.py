@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 # Some file systems cannot sync a folder, and say so.
-_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
 
 class NewFile:

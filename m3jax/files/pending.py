@@ -19,7 +19,7 @@ SINGLE_NAME = "model.safetensors"
 SAVE_KEY = "m3jax_save"  # in the metadata of the index or of the single file: the token of the save that wrote it
 PENDING = re.compile(r"\.m3jax-([0-9a-f]{16})-(.+)")
 OUTSIDE = "a link to a file outside the folder; copy that file there"
-_MOST_INDEX_BYTES = 256 << 20
+MOST_INDEX_BYTES, MOST_INDEX_ENTRIES = 256 << 20, 4_000_000  # that of M3 in MXFP8 has 45,838 entries in some 6 MB
 
 
 def pending_name(token: str, name: str) -> str:
@@ -69,7 +69,7 @@ def committed_save(folder: Path) -> str | None:
     """The token in the metadata of a folder's weights; None where they have none, or cannot be read."""
     try:
         if (folder / INDEX_NAME).is_file():
-            metadata = read_json(folder / INDEX_NAME, _MOST_INDEX_BYTES, 10_000_000).get("metadata")
+            metadata = read_json(folder / INDEX_NAME, MOST_INDEX_BYTES, MOST_INDEX_ENTRIES).get("metadata")
         else:
             with open(folder / SINGLE_NAME, "rb") as file:
                 metadata = read_header(file)[0].get("__metadata__")

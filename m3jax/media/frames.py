@@ -46,7 +46,7 @@ def spaced_frames(total: int, source_fps: float, fps: float, least: int, most: i
 def spaced_and_last_frames(total: int, source_fps: float, fps: float, least: int, most: int) -> list[int]:
     """Choose `spaced_frames` and the last frame, thinned to `most` such that the last one stays, as in SGLang."""
     chosen = spaced_frames(total, source_fps, fps, least, most)
-    if chosen[-1] != total - 1 and (total - 1 - chosen[-1]) / source_fps > _SLACK:
+    if (total - 1 - chosen[-1]) / source_fps > _SLACK:
         chosen.append(total - 1)
     if len(chosen) <= most:
         return chosen

@@ -136,7 +136,7 @@ def _pillow_image(image: Any) -> UInt8[np.ndarray, "H W 3"]:
             image = images.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if {"A", "a"} & set(image.getbands()) or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
-            white = images.new("RGBA", image.size, (255, 255, 255, 255))
+            white = images.new("RGBA", image.size, "white")
             image = images.alpha_composite(white, image)
         return np.array(image.convert("RGB"))
 

@@ -1,7 +1,6 @@
 """The sources of an image or a video: a file, a data URL, or what `decode_image` and `read_video` take as it is."""
 
 import base64
-import binascii
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def _content(url: str, most_bytes: int) -> bytes:
         raise too_large  # before it is decoded
     try:
         content = base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise MediaError(f"the data URL is not valid base64: {error}") from error
     if len(content) > most_bytes:  # by a byte or two: four characters are three bytes, or fewer
         raise too_large

@@ -12,7 +12,7 @@ from jaxtyping import UInt8
 from m3jax.media.images import MediaError, check_pixels, decode_image, media_extra, read_file
 from m3jax.messages import printable, shortened
 
-_DEMUXERS = ("mov", "avi", "matroska", "gif")  # MP4 and MOV are one format, MKV and WebM another
+_DEMUXERS = "mov,avi,matroska,gif"  # MP4 and MOV are one format, MKV and WebM another
 _FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide")  # that an MP4 or MOV file begins with
 _NO_VIDEO = "must be a video: MP4, MOV, AVI, MKV, or a GIF that moves"
 
@@ -67,7 +67,7 @@ def read_video(source: Any, pick: Pick, watch: Watch = unwatched) -> Clip:
         raise MediaError("the video has no frames")
     if total == 1 and _is_gif(data):
         raise MediaError("a GIF of one frame is an image, no video")
-    if not rate or rate <= 0:
+    if not rate:
         raise MediaError("the video does not say how many frames a second it has; decode it and give its frames")
     indices = tuple(pick(total, float(rate)))
     return Clip(_decoded(data, indices, watch), indices, float(rate))
@@ -166,7 +166,7 @@ def _opened(data: bytes) -> Iterator[tuple[Any, Any]]:
         import av
     is_open = False
     try:
-        with av.open(io.BytesIO(data), options={"format_whitelist": ",".join(_DEMUXERS)}) as container:
+        with av.open(io.BytesIO(data), options={"format_whitelist": _DEMUXERS}) as container:
             is_open = True
             cover = av.stream.Disposition.attached_pic  # the picture of a record, in a file of sound
             streams = [stream for stream in container.streams.video if not stream.disposition & cover]

@@ -76,7 +76,7 @@ class StoppableText:
 
     def _begun(self, text: str) -> int:
         """Return the length of the longest end of `text` that begins a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stop_strings), default=0)
+        longest = max(map(len, self._stop_strings))
         # The longest end first: of a text that ends in two line breaks both wait for the third of "\n\n\n".
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stop_strings):

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support import tiny
 
 from m3jax import make_mesh
-from m3jax.checkpoint import reader, saving
+from m3jax.checkpoint import loading, plan, reader, saving
 from m3jax.checkpoint.draft import draft_config
-from m3jax.checkpoint.loading import _Parameter
+from m3jax.checkpoint.loading import _DeviceBuffer, _HostBuffer, _Parameter
 from m3jax.checkpoint.names import Target
 from m3jax.checkpoint.reader import CheckpointError, StoredTensor
 from m3jax.checkpoint.values import _cast, _may_overflow, cut
@@ -21,8 +22,8 @@ from m3jax.files import json_file, pending, tensors
 
 def test_limits_of_files():
     """Far above what checkpoints have, so that a hostile file costs little: 256 MiB of an index, 16 MiB of JSON."""
-    assert (reader._MOST_INDEX_BYTES, reader._MOST_ENTRIES) == (268_435_456, 4_000_000)
-    assert (pending._MOST_INDEX_BYTES, saving._MOST_COPIED_BYTES) == (268_435_456, 268_435_456)
+    assert (pending.MOST_INDEX_BYTES, pending.MOST_INDEX_ENTRIES) == (268_435_456, 4_000_000)
+    assert saving._MOST_COPIED_BYTES == 268_435_456 and loading._HOST_BYTES == 16_777_216
     assert (json_file.MOST_BYTES, json_file.MOST_ITEMS, json_file.MOST_DEPTH) == (16_777_216, 100_000, 64)
     assert float(np.finfo(np.float32).max) == json_file.LARGEST and json_file._MOST_DIGITS == 60
     assert (tensors.MOST_HEADER_BYTES, tensors._MOST_AXES) == (100_000_000, 32)
@@ -33,6 +34,7 @@ def test_dtypes_that_are_read_and_written():
     sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I32": 4, "I64": 8}
     assert {code: dtype.itemsize for code, dtype in reader._DTYPES.items()} == sizes
     assert set(reader.INTEGERS) | set(reader.FLOATS) < set(sizes)
+    assert plan._A_FLOAT == "BF16, F16, F32 or F64"
     assert set(reader.FLOATS) == {code for code, dtype in reader._DTYPES.items() if "float" in dtype.name}
     for code, dtype in tensors.DTYPES.items():
         assert tensors.dtype_code(dtype) == code
@@ -55,6 +57,26 @@ def test_bytes_that_a_process_reads_of_a_parameter(unchecked, axes):
         assert sum(len(devices) for devices in parameter.boxes.values()) == 8
 
 
+def test_a_shard_is_put_together_of_its_pieces(monkeypatch, unchecked):
+    """On the host and on its devices: each piece at its place, turned; a write ends when its devices have the piece."""
+    pieces = np.arange(2 * 3 * 4 * 5, dtype=np.float32).reshape(2, 3, 4, 5)  # [L E out in]
+    devices, waited = jax.devices()[:2], []
+    real_wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: waited.append(arrays) or real_wait(arrays))
+    for buffer_type in (_HostBuffer, _DeviceBuffer):
+        buffer = buffer_type(((4, 6), (0, 3), (10, 15), (0, 4)), devices, np.dtype(np.float32))
+        for index in np.ndindex(2, 3):
+            buffer.write(index, pieces[index], (1, 0))
+            assert len(waited) == (buffer_type is _DeviceBuffer) * (1 + 3 * index[0] + index[1])
+        arrays = buffer.arrays()
+        assert [array.devices() for array in arrays] == [{device} for device in devices]
+        for array in arrays:
+            np.testing.assert_array_equal(array, pieces.swapaxes(2, 3))
+    whole = _HostBuffer(((0, 5), (0, 4)), devices[:1], np.dtype(np.float32))
+    whole.write((), pieces[0, 0], (1, 0))
+    np.testing.assert_array_equal(whole.arrays()[0], pieces[0, 0].T)
+
+
 def test_all_that_is_wrong_with_a_draft_is_in_the_notes():
     """The line has the first of many faults; --verbose prints the notes, which have all."""
     wrong = dict(
@@ -63,9 +85,10 @@ def test_all_that_is_wrong_with_a_draft_is_in_the_notes():
     )  # fmt: skip
     with pytest.raises(ValueError, match="unsupported draft: ") as caught:
         draft_config(wrong, tiny.config("dM"), {})
-    assert len(caught.value.__notes__) == len(wrong)
-    for name in wrong:
-        assert any(note.startswith(f"{name} = ") for note in caught.value.__notes__), name
+    assert [note.partition(" = ")[0] for note in caught.value.__notes__] == list(wrong)
+    missing = "hidden_size is missing; vocab_size is missing; num_attention_heads is missing; intermediate_size is mis"
+    with pytest.raises(ValueError, match=f"^unsupported draft: {missing}"):
+        draft_config({}, tiny.config("dM"), {})
 
 
 def test_the_largest_value_that_a_dtype_holds():
@@ -102,7 +125,18 @@ def test_a_box_that_cuts_through_blocks_of_a_scale():
         np.testing.assert_array_equal(found, whole[tuple(window)])
 
 
+def test_a_shard_s_name_is_that_of_a_file_beside_the_index():
+    names = ["a" * 188 + ".safetensors", ".safetensors"]
+    assert [reader._wrong_name(name) for name in names] == [None, None] and len(names[0]) == 200
+    for name in ("", "a" + names[0], "a/b.safetensors", "a\\b.safetensors", "a:b.safetensors", "a\n.safetensors"):
+        assert reader._wrong_name(name) == "a shard is the plain name of a file in the folder of the index", name
+    assert reader._wrong_name("a.bin") == "a shard's name ends in .safetensors"
+
+
 def test_an_error_of_a_checkpoint_counts_its_problems():
     assert str(CheckpointError("a", ["x"])).startswith("cannot load the checkpoint a: 1 problem\n  x")
+    assert "a" * 160 in str(CheckpointError("a" * 160, ["x"])) and "a" * 160 not in str(
+        CheckpointError("a" * 161, ["x"])
+    )
     many = CheckpointError("a", [f"p{number}" for number in range(9)])
     assert "9 problems\n  p0" in str(many) and len(many.__notes__) == 9 == len(many.problems)

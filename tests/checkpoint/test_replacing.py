@@ -18,7 +18,7 @@ from support.drafts import draft
 from m3jax import checkpoint
 from m3jax.checkpoint import CheckpointError, load_draft, save_draft
 from m3jax.checkpoint.reader import read_folder
-from m3jax.checkpoint.replacing import Replacement
+from m3jax.checkpoint.replacing import Replacement, as_json
 from m3jax.config import M3Config
 from m3jax.files import current_file
 
@@ -220,6 +220,46 @@ def test_nothing_is_written_through_a_link(num_files, tmp_path):
     assert outside.read_text() == "precious"
     assert contents(folder) == (dict.fromkeys(TENSORS, 2.0), list(config(2).values()))
     assert not [name for name in os.listdir(folder) if (folder / name).is_symlink()]
+
+
+def test_files_have_the_hub_s_names_unless_one_is_taken(tmp_path):
+    """Then all of them carry the save's token; one file, which is renamed when it is whole, never does."""
+    hub = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert Replacement(tmp_path / "new", 3, {}).names == hub
+    for name in hub:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).symlink_to("nowhere")
+        names = Replacement(folder, 3, {}).names
+        token = names[0].split("-")[1]
+        assert len(token) == 16 and names == [each.replace("model-", f"model-{token}-") for each in hub]
+        assert Replacement(tmp_path / f"single {name}", 1, {}).names == [SINGLE]
+
+
+def test_a_folder_that_cannot_be_locked(tmp_path, monkeypatch):
+    """Some file systems have no locks, and a save goes on; any other error is one, with the folder's name."""
+    for number in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.EINVAL, errno.ENOSYS, errno.EIO):
+
+        def fails(*_, number=number):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr("m3jax.checkpoint.replacing.fcntl.flock", fails)
+        opened = os.listdir("/proc/self/fd")
+        if number != errno.EIO:
+            assert Replacement(tmp_path, 1, {}).names == [SINGLE]
+        else:
+            with pytest.raises(OSError, match="Input/output error") as caught:
+                Replacement(tmp_path, 1, {})
+            assert caught.value.filename == str(tmp_path)
+        assert len(os.listdir("/proc/self/fd")) == len(opened)
+    monkeypatch.setattr("m3jax.checkpoint.replacing.fcntl", None)  # as on Windows
+    assert Replacement(tmp_path, 1, {}).names == [SINGLE]
+
+
+def test_equal_data_are_equal_bytes():
+    """As of a config whose keys come in another order, which would seem to change."""
+    assert as_json({"b": 1, "a": {"d": 2, "c": "é"}}) == as_json({"a": {"c": "é", "d": 2}, "b": 1})
+    assert json.loads(as_json({"a": "é"})) == {"a": "é"} and as_json({"a": 1}) == b'{\n  "a": 1\n}\n'
 
 
 def test_a_second_save_at_once_is_refused_and_harms_nothing(tmp_path):

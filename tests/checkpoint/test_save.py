@@ -20,7 +20,7 @@ from support.checkpoint_folders import (
 
 from m3jax import checkpoint, parallel, quantize
 from m3jax import model as m3_model
-from m3jax.checkpoint import names, tree
+from m3jax.checkpoint import names, orbax, tree
 from m3jax.config import M3Config
 from m3jax.files import NewFile
 
@@ -235,8 +235,37 @@ def test_orbax_is_on_the_disk_before_it_has_its_name(folder, tmp_path, monkeypat
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "rename", rename)
-    checkpoint.save_orbax(checkpoint.load(folder, progress=False), tmp_path / "orbax")
+    points = []
+    monkeypatch.setattr(orbax, "_wait_for_all", lambda point: points.append((point, sorted(os.listdir(target)))))
+    target = tmp_path / "new" / "orbax"  # both folders are made
+    checkpoint.save_orbax(checkpoint.load(folder, progress=False), target)
+    # Every process waits for the others before each step that needs the one before it, and before it returns.
+    assert points == [
+        ("folder is ready", ["config.json"]), ("parameters are written", ["config.json", "parameters.unfinished"]),
+        ("parameters have their name", ["config.json", "parameters"]),
+    ]  # fmt: skip
     assert len(at_commit) > 3 and all(is_synced for _, is_synced in at_commit), at_commit
+
+
+def test_a_tree_is_synced_file_by_file(tmp_path, monkeypatch):
+    """And folder by folder; nothing stays open."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("x", "a/y", "a/b/z"):
+        (tmp_path / name).write_text("")
+    synced, opened = [], os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    orbax._sync_tree(tmp_path)
+    assert sorted(synced) == sorted(map(str, [tmp_path, *tmp_path.rglob("*")]))
+    assert len(os.listdir("/proc/self/fd")) == len(opened)
+
+
+def test_processes_wait_for_each_other_where_there_are_several(monkeypatch):
+    waited = []
+    monkeypatch.setattr(orbax, "sync_global_devices", waited.append)
+    for count in (1, 2):
+        monkeypatch.setattr(jax, "process_count", lambda count=count: count)
+        orbax._wait_for_all(f"point {count}")
+    assert waited == ["m3jax.save_orbax: point 2"]
 
 
 # The independent writer

@@ -13,7 +13,7 @@ from support.comparisons import assert_close, assert_equal
 from support.media import image_file, picture
 
 from m3jax.media import PRESETS, decode_image, process_image
-from m3jax.media.patches import normalized, patch_positions
+from m3jax.media.patches import normalized, patch_positions, patch_rows
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 
@@ -116,6 +116,25 @@ def test_each_step_of_the_normalisation_is_rounded_to_float32():
         difference = (pixels[colour].astype(np.float64) - np.float64(mean)).astype(np.float32)
         expected = (difference.astype(np.float64) / np.float64(std)).astype(np.float32)
         assert_equal(found[colour], expected, f"normalised values of colour {colour}", "row column")
+
+
+@given(t=st.integers(1, 3), rows=st.integers(1, 3), columns=st.integers(1, 3))
+def test_rows_of_patches_stand_in_the_order_of_merge_blocks(t, rows, columns):
+    """By the definition: temporal patch, block's row and column, then the row and column within the block."""
+    grid = (t, 2 * rows, 2 * columns)
+    expected = [
+        (time, 2 * row + down, 2 * column + across)
+        for time in range(t) for row in range(rows) for column in range(columns)
+        for down in range(2) for across in range(2)
+    ]  # fmt: skip
+    assert_equal(patch_positions(grid), expected, "positions", "patch thw")
+    frames = np.zeros((2 * t, 3, 28 * rows, 28 * columns), np.float32)  # a number for each frame, colour and patch
+    frames += np.arange(2 * t)[:, None, None, None] * 1000 + np.arange(3)[:, None, None] * 500
+    frames += (np.arange(28 * rows) // 14)[:, None] * 20 + np.arange(28 * columns) // 14
+    made = patch_rows(frames).reshape(-1, 3, 2, 14, 14)
+    for patch, (time, row, column) in zip(made, expected, strict=True):
+        numbers = np.array([[1000 * (2 * time + frame) + 500 * color for frame in range(2)] for color in range(3)])
+        assert_equal(patch[:, :, 0, 0], numbers + 20 * row + column, "patch", "color frame")
 
 
 def test_permuted_images_have_permuted_patches():

@@ -9,7 +9,7 @@ from support.comparisons import assert_equal
 from support.media import picture
 
 from m3jax.media import resize_bicubic, resize_definition
-from m3jax.media.bicubic import bicubic_taps
+from m3jax.media.bicubic import Taps, bicubic_taps
 from m3jax.media.resize import _exact_dtype
 
 AXES = "height width color"
@@ -63,6 +63,21 @@ def test_floats_are_wide_enough_where_weights_are_fine():
     """A side shrunk more than about 3 times has weights of 17 bits, whose sums float32 would round."""
     dtypes = {scale: _exact_dtype(bicubic_taps(56 * scale, 56)) for scale in (1, 2, 3, 5, 16)}
     assert dtypes == {1: np.float32, 2: np.float32, 3: np.float32, 5: np.float64, 16: np.float64}
+
+
+def test_float32_holds_integers_of_24_bits():
+    """The largest sum is 128 times the weights' magnitudes; it and 16 bits of a fraction are just held."""
+    for magnitudes, bits, dtype in (
+        ([1 << 16, -(1 << 16)], 16, np.float32), ([1 << 16, -(1 << 16) - 1], 16, np.float64), ([5], 17, np.float64)
+    ):  # fmt: skip
+        weights = np.array(magnitudes)[:, None]
+        assert _exact_dtype(Taps(np.zeros(1, np.int64), np.hstack([weights, weights * 0]), bits)) == dtype
+
+
+def test_no_more_pixels_are_read_than_the_cubic_reaches():
+    """Four where nothing is reduced, at most four times the scale where it is; the last column or row may weigh 0."""
+    for size, target in [(7, 56), (28, 29), (56, 28), (57, 28), (300, 29)]:
+        assert len(bicubic_taps(size, target).weights) <= max(4, np.ceil(4 * size / target)), (size, target)
 
 
 def test_weights_of_one_output_are_one():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m3jax.media import LIMITS, LONG_SIDE_TIERS, PRESETS, smart_resize, target_stages
-from m3jax.media.sizes import FACTOR, TierRule
+from m3jax.media.sizes import FACTOR, AreaRule, CapRule, Size, TierRule, area_size, cap_size, raised_size
 
 # Height and width of an image, and of what each preset makes of it; tokens are a 784th of its pixels.
 TABLE = {
@@ -95,6 +95,37 @@ def test_a_size_is_a_multiple_of_28_within_its_bounds(height, width, name):
     assert found.area >= getattr(rule, "min_pixels", FACTOR**2), found
 
 
+@given(
+    size=st.tuples(side, side), least=st.integers(1, 40), spread=st.integers(1, 40), min_side=st.sampled_from([0, 28])
+)
+def test_any_area_rule_gives_whole_blocks(size, least, spread, min_side):
+    """Also where the least area is one block: a side that is rounded to 0 makes too small an area."""
+    rule = AreaRule(min_pixels=784 * least, max_pixels=784 * least * spread, min_side=min_side)
+    found, rounded = area_size(Size(*size), rule), Size(*(max(min_side, round(x / 28) * 28) for x in size))
+    assert all(x % 28 == 0 and x >= 28 for x in found), found
+    if rounded.area > rule.max_pixels:
+        assert found.area <= rule.max_pixels or min(found) == 28, found
+    else:
+        assert found == rounded if rounded.area >= rule.min_pixels else found.area >= rule.min_pixels, found
+
+
+def test_a_raised_image_may_fill_its_area():
+    """It stays as it is up to the largest area, though its sides are no multiples of 28; above it, it is shrunk."""
+    raised = lambda size, most: tuple(raised_size(Size(*size), AreaRule(short_side=100, max_pixels=most)))
+    assert raised((50, 100), 20_000) == (100, 200) and raised((100, 50), 20_000) == (200, 100)
+    assert raised((50, 100), 19_999) == (84, 196) and raised((100, 50), 19_999) == (196, 84)
+    assert target_stages(112, 4000, PRESETS["smg"].image) == (Size(112, 4004),)  # not below 112: one stage
+    assert target_stages(111, 111, PRESETS["smg"].image) == (Size(112, 112), Size(112, 112))
+
+
+def test_a_cap_is_reached_and_not_exceeded():
+    """A side that is the cap stays; one pixel more, raised to a block, is shrunk with the other."""
+    for raise_first in (True, False):
+        sizes = [cap_size(Size(*x), CapRule(cap=56, raise_first=raise_first)) for x in ((56, 28), (1, 56), (57, 57))]
+        assert sizes == [(56, 28), (28, 56), (56, 56)]
+    assert cap_size(Size(28, 57), CapRule(cap=56)) == (28, 56) and cap_size(Size(57, 28), CapRule(cap=56)) == (56, 28)
+
+
 def test_an_image_is_raised_before_it_is_resized_in_one_preset_alone():
     stages = {name: target_stages(13, 2600, preset.image) for name, preset in PRESETS.items()}
     assert [len(found) for found in stages.values()] == [1, 1, 1, 2]
@@ -110,6 +141,7 @@ def test_tiers():
     tokens = [size(2160, 3840, tier)[0] * size(2160, 3840, tier)[1] for tier in (252, 504, 1008)]
     assert tokens == sorted(set(tokens))
     assert size(50, 100, 1008) == (112, 224)
+    assert size(50, 1008, 1008) == (112, 2268) and size(50, 1009, 1008) == (56, 1008)  # a tier is reached, or exceeded
     assert size(50, 2000, 1008) == (28, 1008)  # the two steps exclude each other
     assert size(300, 400, 1008) == (308, 392)
     assert LIMITS.image_pixels == 3584 * 3584

@@ -1,6 +1,8 @@
 """Videos of every container to frames, which frames are taken and when they were, and broken ones to one line."""
 
 import io
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from support.comparisons import assert_close, assert_equal
 from support.media import clip, image_file, picture, sound_file, video_file
 
 from m3jax.media import FRAME_RULES, PRESETS, choose_frames, is_moving, process_image, process_video, timestamps
-from m3jax.media.videos import read_video
+from m3jax.media.images import MediaError
+from m3jax.media.videos import _opened, declared_bytes, read_video
 
 EVERY = dict(frames="all")
 
@@ -160,6 +163,19 @@ def test_as_few_frames_as_many():
     assert len(choose_frames("hub", 7700, 1.0)) == 768 and len(choose_frames("smg", 9, 9.0)) == 4  # where none is given
 
 
+def test_the_first_of_several_wrong_numbers_is_named():
+    """In their order; a choice among no frames is refused before them."""
+    for name, numbers in (
+        ("source_fps", (0.0, 0.0, 0)), ("fps", (8.0, 0.0, 0)), ("min_frames", (8.0, 1.0, 0)),
+        ("source_fps", (float("inf"), 1.0, 4)), ("fps", (8.0, -1.0, 4)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name} = .*: must be a positive number"):
+            choose_frames("all", 9, *numbers)
+    with pytest.raises(ValueError, match="no frames"):
+        choose_frames("all", 0, 0.0)
+    assert choose_frames("all", 1, 8.0) == [0]
+
+
 def test_thinned_frames_keep_the_last():
     assert choose_frames("sglang", 31, 30.0, 5.0, 1, 4) == [0, 12, 24, 30]
     assert choose_frames("sglang", 31, 30.0, 5.0, 1, 1) == [30]
@@ -249,6 +265,84 @@ def test_a_file_whose_frames_have_a_size_of_64_bits(kind, tmp_path):
     for length in (name + 200, name + size // 2, name + size - 5, len(wide) - 1):
         with pytest.raises(ValueError, match=rf"the video has {length} bytes of \d+: it is cut short"):
             process_video(wide[:length], **EVERY)
+
+
+sizes_of_bodies = st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=4)
+
+
+@given(bodies=sizes_of_bodies, is_open=st.booleans(), first=st.sampled_from([b"ftyp", b"moov", b"mdat", b"wide"]))
+def test_boxes_declare_their_sizes(bodies, is_open, first):
+    """Of MP4: sizes of 32 bits, or of 64 behind a 1; a last box of size 0 goes on to the end, and declares nothing."""
+    names, data = [first, *[b"uuid"] * 3], b""
+    for name, (size, is_wide) in zip(names, bodies, strict=False):
+        head = (1).to_bytes(4, "big") + name + (size + 16).to_bytes(8, "big")
+        data += (head if is_wide else (size + 8).to_bytes(4, "big") + name) + bytes(size)
+    assert declared_bytes(data + (b"\0\0\0\0mdat" + bytes(9)) * is_open) == len(data)
+    head = 16 if bodies[0][1] else 8
+    assert declared_bytes(data[:head]) == head + bodies[0][0]  # of a file that is cut behind the head of its first box
+    assert declared_bytes(b"\0" * 4 + b"boxy" + data) == 8 + len(data)  # no MP4: nothing is declared
+
+
+@given(header=st.integers(1, 50), body=st.integers(1, 1 << 20), widths=st.tuples(st.integers(3, 8), st.integers(3, 8)))
+def test_matroska_declares_the_size_of_its_segment(header, body, widths):
+    """Sizes have 1 to 8 bytes; one that its writer did not know, all ones, or one that is not there, is no size."""
+    size_of = lambda size, width: ((1 << 7 * width) | size).to_bytes(width, "big")
+    for width in (1, widths[0]):
+        start = b"\x1a\x45\xdf\xa3" + size_of(header, width) + bytes(header) + b"\x18\x53\x80\x67"
+        whole = start + size_of(body, widths[1])
+        assert declared_bytes(whole) == len(whole) + body
+        for unknown in (start + size_of((1 << 7 * widths[1]) - 1, widths[1]), start + b"\0" * 8, start):
+            assert declared_bytes(unknown) == 0
+    riff = lambda size: b"RIFF" + size.to_bytes(4, "little") + b"AVI "
+    assert declared_bytes(riff(body)) == 8 + body
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (dict(), None),
+        (dict(average_rate=None, guessed_rate=25), None),
+        (dict(frames=0), None),  # the container does not say how many it has
+        (dict(frames=4), "ends after 3 of 4 frames"),
+        (dict(average_rate=None), "does not say how many frames a second it has"),
+        (dict(sizes=[0, 0], frames=0), "the video has no frames"),
+        (dict(width=65), r"32 x 65 pixels \(H x W\), more than 2048"),
+    ],
+)
+def test_a_container_is_read_for_what_it_says(monkeypatch, unchecked, case, reason):
+    """Packets without data are no frames; a rate that is not known may be guessed; limits hold to their end."""
+    case = dict(frames=3, average_rate=8, guessed_rate=None, sizes=[9, 0, 9, 9], width=64) | case
+    stream = SimpleNamespace(codec_context=SimpleNamespace(height=32, width=case.pop("width")), **case)
+    container = SimpleNamespace(demux=lambda stream: [SimpleNamespace(size=size) for size in case["sizes"]])
+
+    @contextmanager
+    def opened(data):
+        yield container, stream
+
+    monkeypatch.setattr("m3jax.media.videos._opened", opened)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2048)
+    told = []
+    pick = lambda *given: told.append(given) or (1,)
+    if reason is None:
+        read = read_video(b"", pick)
+        assert told == [(3, read.source_fps)] and read.frame_indices == (1,)
+        assert read.source_fps == (case["average_rate"] or case["guessed_rate"])
+    else:
+        with pytest.raises(MediaError, match=reason):
+            read_video(b"", pick)
+
+
+def test_only_a_file_that_does_not_open_has_another_format():
+    """FFmpeg's error for a format that is not asked for is also that of an argument."""
+    import av
+
+    with (
+        pytest.raises(MediaError, match=r"cannot be read: it has another format; must be a video"),
+        _opened(image_file(picture(30, 30))),
+    ):
+        pass
+    with pytest.raises(MediaError, match=r"cannot be read: Invalid argument; must be a video"), _opened(FILE):
+        raise av.ArgumentError(22, "Invalid argument")
 
 
 def test_frames_that_an_index_has_and_the_file_has_not(monkeypatch):

@@ -5,10 +5,21 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from m3jax.files import NewFile, committed_save, current_file, pending_name, read_json, replace_file
+from m3jax.files import (
+    NewFile,
+    committed_save,
+    current_file,
+    pending_name,
+    read_bytes,
+    read_json,
+    read_json_list,
+    replace_file,
+    sync_folder,
+)
 
 TOKEN = "0123456789abcdef"
 # What a file holds, and what its error says after the file's path.
@@ -71,6 +82,68 @@ def test_what_is_within_the_limits_is_read(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps({"x": [0] * 100_000}))
     assert len(read_json(tmp_path / "b.json")["x"]) == 100_000
     assert math.isfinite(read_json(tmp_path / "a.json")["b"])
+
+
+def test_a_file_may_be_as_large_as_its_limit(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_bytes(b"[1, 2, 3]")
+    assert read_bytes(file, 9) == b"[1, 2, 3]" and read_json_list(file, "a list") == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"a\.json: larger than 8 bytes, the most that is read"):
+        read_bytes(file, 8)
+    file.write_bytes(b'{"a": [1, 2, 3]}')
+    assert read_json(file, 16, 3) == {"a": [1, 2, 3]}
+    for limits, message in (((15, 3), "larger than 15 bytes"), ((16, 2), "a has 3 entries, at most 2 are read")):
+        with pytest.raises(ValueError, match=message):
+            read_json(file, *limits)
+    with pytest.raises(ValueError, match="a list is a JSON list, got dict"):
+        read_json_list(file, "a list")
+
+
+def test_a_folder_that_cannot_be_synced(tmp_path, monkeypatch):
+    """Some file systems cannot promise that names are on the disk; any other error is one, with the folder's name."""
+    for number in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EIO):
+
+        def fails(descriptor, number=number):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "fsync", fails)
+        if number != errno.EIO:
+            sync_folder(tmp_path)
+            continue
+        with pytest.raises(OSError, match="Input/output error") as caught:
+            sync_folder(tmp_path)
+        assert caught.value.filename == str(tmp_path)
+
+
+def test_a_windows_folder_is_not_synced(monkeypatch):
+    """Windows opens no folders."""
+    monkeypatch.setattr("m3jax.files.durable.os", SimpleNamespace(name="nt"))
+    sync_folder(Path("nowhere"))
+
+
+def test_a_replaced_file_is_synced_named_and_its_name_synced(tmp_path, monkeypatch):
+    """In this order; with the rights that the user's mask leaves, and nothing stays open."""
+    events = []
+
+    def spy(name):
+        call = getattr(os, name)
+
+        def run(*arguments):
+            path = arguments[-1] if name == "replace" else os.readlink(f"/proc/self/fd/{arguments[0]}")
+            events.append((name, Path(path).name.partition("-")[0]))
+            return call(*arguments)
+
+        monkeypatch.setattr(os, name, run)
+
+    spy("fsync")
+    spy("replace")
+    before, mask = os.listdir("/proc/self/fd"), os.umask(0)
+    try:
+        replace_file(tmp_path / "a", b"new")
+    finally:
+        os.umask(mask)
+    assert events == [("fsync", ".m3jax"), ("replace", "a"), ("fsync", tmp_path.name.partition("-")[0])]
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666 and len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_new_file_is_never_an_old_one_or_a_link(tmp_path):

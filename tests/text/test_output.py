@@ -3,11 +3,15 @@
 from typing import NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.chat_strategies import NAMESPACE, tool
 from support.outputs import calls_of, fed, is_beginning, joined, parser, runs, wire
 
 from m3jax import text
 from m3jax.text import OutputParser, ReasoningParser, ToolCallParser
+from m3jax.text.output.events import Event
+from m3jax.text.output.pieces import Pieces
 
 EDIT = {"type": "object", "properties": {"old": {"type": "string"}, "line": {"type": "integer"}}}
 TOOLS = [
@@ -443,6 +447,41 @@ def test_pieces_of_a_text_have_5_to_200_characters():
     for name, case in CASES.items():
         for run in runs(fed(parser(TOOLS, case.mode), wire(case.output))):
             assert len(run) == 1 or min(len(event.text) for event in run) >= 5, (name, run)
+
+
+def test_an_event_is_as_large_as_fits():
+    """196 characters in grains, and a rest of less than 5 besides; of another kind the next one is an event anew."""
+    sizes = lambda *parts: [len(event.text) for event in ended(parts)]
+
+    def ended(parts):
+        pieces = Pieces()
+        pieces.add("content", None, parts)
+        pieces.end()
+        return pieces.taken()
+
+    singles = {1: [1], 196: [196], 200: [200], 201: [196, 5], 392: [196, 196], 396: [196, 200], 397: [196, 196, 5]}
+    assert {count: sizes(*"x" * count) for count in singles} == singles
+    assert sizes("x" * 100, "x" * 96, "x" * 32) == [196, 32] and sizes("x" * 100, "x" * 97, "x" * 32) == [100, 129]
+    assert sizes("7" * 300) == [300] and sizes("7" * 300, "xxxx") == [304] and sizes() == []
+
+
+@given(st.lists(st.integers(1, 33), max_size=12))
+def test_what_waits_is_the_least_end_that_can_be_an_event(sizes):
+    """By the definition, after each grain: the rest was given out as soon as it was an event too."""
+    pieces, given_out, waiting, text = Pieces(), "", [], ""
+    for number, size in enumerate(sizes):
+        grain = chr(97 + number) * size
+        text += grain
+        waiting.append(grain)
+        pieces.add("content", None, [grain])
+        given_out += "".join(event.text for event in pieces.taken())
+        cut = max((c for c in range(len(waiting)) if sum(map(len, waiting[c:])) >= 5), default=0)
+        if sum(map(len, waiting[:cut])) >= 5:
+            waiting = waiting[cut:]
+        assert given_out + "".join(waiting) == text
+    pieces.mark(Event("tool_call", index=0))
+    *rest, last = pieces.taken()
+    assert given_out + "".join(event.text for event in rest) == text and last.kind == "tool_call"
 
 
 # Every fault of an output, in order; those of CASES that are not here have none.

@@ -1,6 +1,7 @@
 """The value of a parameter's text: a row for each rule of docs/chat_output.md, with the schema that asks for it."""
 
 import json
+import sys
 
 import pytest
 from support.chat_strategies import tool
@@ -290,6 +291,26 @@ def test_a_call_of_a_tool_that_nobody_declared_is_reported_with_it():
         assert (call.name, call.problems) == (name, problems)
     (call,) = parser([{"function": {"name": "f"}}]).parse(wire(f"{HEAD}@<p>1@</p>{TAIL}")).tool_calls
     assert call.problems == ()
+
+
+def test_a_tool_that_takes_anything_is_not_checked(monkeypatch):
+    """Its schema is True; a server whose tools have no parameters needs no jsonschema. One of False takes nothing."""
+    assert schemas.problems_of({"a": 1}, False) == ("arguments: False schema does not allow {'a': 1}",)
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    assert schemas.problems_of({"a": 1}, True) == ()
+
+
+def test_references_are_followed_up_to_their_limit(monkeypatch):
+    """As often as the arguments make it, and to nowhere out of the schema."""
+    monkeypatch.setattr(schemas, "_MOST_STEPS", 3)
+    schema = {"$defs": {"n": {"type": "integer"}}, "items": {"$ref": "#/$defs/n"}}
+    assert schemas.problems_of([1, 2, 3], schema) == ()
+    assert schemas.problems_of([1, 2, "x"], schema) == ("arguments.2: 'x' is not of type 'integer'",)
+    assert schemas.problems_of([1] * 4, schema) == (
+        "arguments: cannot be checked: more than 3 references were followed",
+    )
+    (problem,) = schemas.problems_of([1], {"items": {"$ref": "https://a/b"}})
+    assert problem == "arguments: cannot be checked: $ref = 'https://a/b' leads out of the schema"
 
 
 def test_at_most_eight_problems_of_a_call_are_reported():

@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 from time import process_time
+from typing import ClassVar
 
 import pytest
 import tokenizers
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from m3jax.text import Tokenizer
+from m3jax.text.stream import Spelling
 
 TINY = Path(__file__).parents[2] / "m3jax" / "assets" / "tiny"
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
@@ -214,3 +216,25 @@ def test_twice_the_tokens_take_twice_the_time(decoder, what):
     while not ratios or (min(ratios) >= 3 and len(ratios) < 8):  # a pause in one of the two says nothing
         ratios.append(seconds(decoder, few * 2) / seconds(decoder, few))
     assert min(ratios) < 3, f"{decoder}, {what}: twice {len(few)} tokens take {min(ratios):.1f} times as long"
+
+
+def test_each_id_is_looked_up_once(unchecked):
+    """A text asks for each of its tokens, and most come again: ids that the vocabulary has are remembered."""
+
+    class Backend:
+        asked: ClassVar[list[int]] = []
+
+        def id_to_token(self, token):
+            self.asked.append(token)
+            return f"token {token}" if token < 3 else None
+
+        def get_vocab_size(self, with_added_tokens):
+            return 3 if with_added_tokens else 2
+
+    spelling = Spelling(Backend())
+    for token in (0, 2, 0, 2):
+        spelling.check_id(token)
+    assert Backend.asked == [0, 2]
+    for token in (-1, 3):
+        with pytest.raises(ValueError, match=f"token id {token} is not in the vocabulary of 3 ids"):
+            spelling.check_id(token)

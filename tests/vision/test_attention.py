@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.comparisons import assert_close, assert_equal
 from support.vision import segments
@@ -55,6 +55,7 @@ def compiled():
 
 
 @given(st.lists(st.integers(1, 23), min_size=1, max_size=12), st.integers(0, 99))
+@example([1] * X, 0)
 def test_schedules_are_the_definition(compiled, lengths, seed):
     """One image or a dozen, one patch or 23, full to the last row or not; gradients too."""
     while sum(lengths) > X:
@@ -161,16 +162,19 @@ def test_cudnn_is_taken_where_it_can_run(monkeypatch, on, dtype, head_dim, takes
     platform, *capability = on.split()
     card = SimpleNamespace(compute_capability=capability[0]) if capability else object()
     monkeypatch.setattr(schedules, "platform", lambda: platform)
-    monkeypatch.setattr(jax, "local_devices", lambda: [card])
-    monkeypatch.setattr(schedules, "row_attention", lambda *args: ("rows", args[-1]))
-    monkeypatch.setattr(schedules, "tiled_attention", lambda *args: "tiles")
+    monkeypatch.setattr(jax, "local_devices", lambda: [card, SimpleNamespace(compute_capability="7.0")])
+    monkeypatch.setattr(schedules, "row_attention", lambda *args: ("rows", *map(id, args[:4]), args[-1]))
+    monkeypatch.setattr(schedules, "tiled_attention", lambda *args: ("tiles", *map(id, args)))
+    monkeypatch.setattr(schedules, "segment_attention", lambda *args, segments: ("definition", *map(id, args)))
     of, operand = jnp.asarray(segments(7, size=X)), jnp.zeros((X, 2, head_dim), dtype)
-    run = lambda backend: schedules.schedule_of(of, operand.dtype, head_dim, backend)(*[operand] * 3)
-    assert run("xla") == "tiles"
+    q, k, v = operand, operand + 1, operand + 2
+    run = lambda backend: schedules.schedule_of(of, operand.dtype, head_dim, backend)(q, k, v)
+    tiled = ("tiles", id(q), id(k), id(v), id(of))
+    assert run("xla") == tiled and run("definition") == ("definition", id(q), id(k), id(v))
     if takes == "rows":
-        assert run("auto") == run("cudnn") == ("rows", "cudnn")
+        assert run("auto") == run("cudnn") == ("rows", *tiled[1:], "cudnn")
     else:
-        assert run("auto") == "tiles"
+        assert run("auto") == tiled
         with pytest.raises(ValueError) as error:
             run("cudnn")
         assert str(error.value) == f"backend = 'cudnn' cannot run this attention: {takes}; choose 'auto' or 'xla'"

@@ -3,6 +3,7 @@
 import math
 from dataclasses import fields, replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ from flax import nnx
 from support import tiny
 from support.parameters import KeepsMade, assert_axes_name_their_sizes, made
 
-from m3jax.vision import VisionConfig
+from m3jax.media import MediaBatch
+from m3jax.media.patches import patch_positions
+from m3jax.vision import VisionConfig, tiles
 from m3jax.vision.definition import rotary_angles, rotate
 from m3jax.vision.layers import LayerNorm, Linear, gelu
 from m3jax.vision.rows import Turns, row_lengths
-from m3jax.vision.tower import Vision
+from m3jax.vision.segments import Runs
+from m3jax.vision.tower import MLP, Attention, Projector, Vision, _add
 
 TINY = dict(
     hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, num_channels=3, patch_size=14,
@@ -66,6 +70,164 @@ def test_a_linear_layer_is_a_product_and_a_bias_in_32_bits():
     assert linear("xi,inh->xnh", jnp.asarray(x, "bfloat16")).dtype == jnp.float32
 
 
+def of_one_layer(kind, *args):
+    """A module whose every parameter has other numbers, as one of its two layers has them, and those in float64."""
+    draws = iter(range(100))
+
+    class Drawn(Filled):
+        def weight(self, shape, axes, *, fan_in, dtype=None):
+            draw = np.random.default_rng(next(draws))
+            return nnx.Param(jnp.asarray(draw.normal(size=shape) / fan_in**0.5, jnp.float32))
+
+        def norm(self, shape, *, dtype=None, start=0.0):
+            return nnx.Param(jnp.asarray(start + np.random.default_rng(next(draws)).normal(size=shape), jnp.float32))
+
+    module = kind(*args, Drawn())
+    layer = jax.tree.map(lambda x: x[1], module) if kind in (Attention, MLP) else module
+    return layer, lambda name: numbers_of(getattr(layer, name))
+
+
+def numbers_of(part, layer=...):
+    """A part's weight and bias in float64; of a stack those of one layer."""
+    return [np.asarray(parameter[...], float)[layer] for parameter in (part.weight, part.bias)]
+
+
+PIECE = VisionConfig.tiny(hidden_size=28, num_attention_heads=2, intermediate_size=12, projector_hidden_size=10)
+X_PIECE = np.random.default_rng(5).normal(size=(4, 28))
+
+
+def by_hand(x, weight, bias):
+    """A product and a bias, over as many axes as the weight has for its inputs."""
+    axes = next(n for n in range(1, weight.ndim) if np.prod(weight.shape[:n]) == np.prod(x.shape[1:]))
+    return np.tensordot(x.reshape(len(x), *weight.shape[:axes]), weight, axes) + bias
+
+
+def gelu_by_hand(x):
+    return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def test_attention_turns_queries_and_keys_and_no_values():
+    """Each projection has its own weights and bias; what attends is given them in order, its output is projected."""
+    layer, numbers = of_one_layer(Attention, PIECE)
+    angles = np.random.default_rng(1).uniform(-3, 3, (4, 6))
+
+    @jax.jit
+    def run(layer, x, angles):
+        given_to = []
+        out = layer(x, jnp.cos(angles), jnp.sin(angles), lambda q, k, v: given_to.extend((q, k, v)) or 2 * v - k)
+        return out, given_to
+
+    found, given_to = run(layer, jnp.asarray(X_PIECE, "float32"), jnp.asarray(angles, "float32"))
+    expected = [by_hand(X_PIECE, *numbers(f"{name}_proj")) for name in "qkv"]
+    for number in (0, 1):
+        x = expected[number]
+        turned = (x[..., :6] + 1j * x[..., 6:12]) * np.exp(1j * angles)[:, None]
+        expected[number] = np.concatenate([turned.real, turned.imag, x[..., 12:]], -1)
+    for one, other in zip(given_to, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    np.testing.assert_allclose(found, by_hand(2 * expected[2] - expected[1], *numbers("out_proj")), atol=1e-4)
+    shapes = jax.eval_shape(run, layer, jnp.asarray(X_PIECE, "bfloat16"), jnp.asarray(angles, "float32"))
+    assert shapes[0].dtype == jnp.float32 and {x.dtype for x in shapes[1]} == {jnp.dtype("bfloat16")}
+
+
+def test_an_mlp_and_the_projector_are_products_with_gelu_between():
+    """Of the projector one for each patch, then one for each four that stand together."""
+    x = jnp.asarray(X_PIECE, "float32")
+    layer, numbers = of_one_layer(MLP, PIECE)
+    expected = by_hand(gelu_by_hand(by_hand(X_PIECE, *numbers("fc1"))), *numbers("fc2"))
+    run = jax.jit(lambda layer, x: layer(x))
+    np.testing.assert_allclose(run(layer, x), expected, atol=1e-5)
+    projector, numbers = of_one_layer(Projector, PIECE, 5)
+    patches = by_hand(gelu_by_hand(by_hand(X_PIECE, *numbers("linear_1"))), *numbers("linear_2"))
+    hidden = gelu_by_hand(by_hand(patches.reshape(1, 20), *numbers("merge_linear_1")))
+    np.testing.assert_allclose(run(projector, x), by_hand(hidden, *numbers("merge_linear_2")), atol=1e-4)
+    assert jax.eval_shape(run, projector, x.astype("bfloat16")).dtype == jnp.bfloat16
+
+
+def norm_by_hand(x, weight, bias, eps):
+    return (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + eps) * weight + bias
+
+
+def test_a_tower_by_hand():
+    """Patches of two images and padding, through both layers and the projector, as the formulas have them."""
+    config = replace(PIECE, patch_size=2, layer_norm_eps=0.1, rope_theta=100.0)
+    tower, numbers = of_one_layer(Vision, config, 5)
+    draw = np.random.default_rng(3)
+    grids, patches = ((1, 2, 2), (2, 2, 2)), draw.normal(size=(16, 24))
+    positions = np.concatenate([*(patch_positions(grid) for grid in grids), np.zeros((4, 3), np.int32)])
+    segments = np.repeat([0, 1, -1], (4, 8, 4)).astype(np.int32)
+    media = MediaBatch(patches.astype(np.float32), segments, positions, np.int32(1), np.int32(2))
+
+    x = norm_by_hand(
+        patches @ np.asarray(tower.patch_embedding[...], float).reshape(24, 28), *numbers("pre_layrnorm"), 0.1
+    )
+    turned_by = (positions[:, :, None] * 100.0 ** -np.array([0, 0.5])).reshape(16, 6)
+    expected = []
+    for layer in (0, 1):
+        part = lambda module, name, layer=layer: numbers_of(getattr(module, name), layer)
+        attention, normed = tower.layers.self_attn, norm_by_hand(x, *part(tower.layers, "layer_norm1"), 0.1)
+        q, k, v = (by_hand(normed, *part(attention, f"{name}_proj")) for name in "qkv")
+        pairs = [(y[..., :6] + 1j * y[..., 6:12]) * np.exp(1j * turned_by)[:, None] for y in (q, k)]
+        q, k = (np.concatenate([y.real, y.imag, z[..., 12:]], -1) for y, z in zip(pairs, (q, k), strict=True))
+        scores = np.einsum("xnh,ynh->nxy", q, k) / 14**0.5
+        weights = np.exp(scores) * ((segments[:, None] == segments) & (segments >= 0))
+        out = np.einsum("nxy,ynh->xnh", weights, v) / np.maximum(weights.sum(-1), 1e-9).T[..., None]
+        x = x + by_hand(out, *part(attention, "out_proj"))
+        normed = norm_by_hand(x, *part(tower.layers, "layer_norm2"), 0.1)
+        hidden = gelu_by_hand(by_hand(normed, *part(tower.layers.mlp, "fc1")))
+        x = x + by_hand(hidden, *part(tower.layers.mlp, "fc2"))
+        expected.append(x)
+    projector = lambda name: numbers_of(getattr(tower.projector, name))
+    features = by_hand(gelu_by_hand(by_hand(x, *projector("linear_1"))), *projector("linear_2")).reshape(4, 20)
+    features = by_hand(gelu_by_hand(by_hand(features, *projector("merge_linear_1"))), *projector("merge_linear_2"))
+    features[3] = 0  # of padding
+
+    every = lambda tower, media: tower.tower(*media[:3], "definition", every_layer=True)
+    found, (last, each) = jax.jit(lambda *args: (args[0](args[1], "definition"), every(*args)))(tower, media)
+    np.testing.assert_allclose(found, features, atol=2e-4)
+    np.testing.assert_allclose(each[:, :12], np.stack(expected)[:, :12], atol=1e-4)
+    np.testing.assert_array_equal(last, each[-1])
+    assert jax.eval_shape(lambda tower, media: tower.tower(*media[:3]), tower, media)[1] is None
+
+
+def test_a_new_norm_changes_nothing():
+    """Its weight begins as 1 and its bias as 0; of a linear layer the bias does too."""
+
+    class Begins(Filled):
+        def norm(self, shape, *, dtype=None, start=0.0):
+            return nnx.Param(jnp.full(shape, start))
+
+    make = Begins()
+    norm, linear = LayerNorm((3, 2), make), Linear((3,), (5,), (2,), (None, None), make)
+    assert (
+        norm.weight[...].tolist() == [[1, 1]] * 3
+        and norm.bias[...].tolist() == linear.bias[...].tolist() == [[0, 0]] * 3
+    )
+
+
+def test_a_residual_is_rounded_once():
+    found = _add(jnp.asarray([[1.0, 256.0]], "bfloat16"), jnp.asarray([[2.0**-7, 1.5]], "float32"))
+    assert found.dtype == jnp.bfloat16 and found.tolist() == [[1 + 2.0**-7, 258.0]]
+
+
+def test_runs_are_of_equal_numbers():
+    """Also of one patch, and up to the last row."""
+    runs_of = jax.jit(lambda segments: (runs := Runs.of(segments), runs.begins))
+    for segments in (
+        [0, 0, 0, 1, 2, 2, -1, -1],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [-1] * 8,
+        [3] * 8,
+        [0, 1, 1, 1, 1, 1, 1, -1],
+    ):
+        runs, found = runs_of(jnp.asarray(segments, jnp.int32))
+        first = [segments.index(number) for number in segments]
+        assert runs.first.tolist() == first
+        assert runs.end.tolist() == [first[row] + segments.count(number) for row, number in enumerate(segments)]
+        assert runs.is_patch.tolist() == [number >= 0 for number in segments]
+        assert found.tolist() == [number >= 0 and first[row] == row for row, number in enumerate(segments)]
+
+
 def test_angles_are_of_time_row_and_column_in_turn():
     """A head of 14: two frequencies of each axis, so 12 of its dims are turned, and two are not."""
     positions = jnp.array([[0, 0, 0], [1, 2, 3]], jnp.int32)
@@ -106,7 +268,8 @@ def test_each_axis_of_a_tower_s_parameter_has_the_size_that_its_name_stands_for(
 
 def test_each_segment_takes_the_shortest_row_that_holds_it():
     assert row_lengths(100) == (100,) and row_lengths(144) == (144,) and row_lengths(145) == (144, 145)
-    assert row_lengths(5000) == (144, 576, 2304, 5000)
+    assert row_lengths(5000) == (144, 576, 2304, 5000) and row_lengths(12288) == (144, 576, 2304, 12288)
+    assert row_lengths(12289) == (144, 576, 2304, 12288, 12289) and (tiles.TILE, tiles._GROUP) == (128, 16)
     lengths = (144, 1, 145, 300, 10)  # two of the second length
     segments = np.repeat(np.arange(5), lengths)
     segments = np.concatenate([segments, np.full(700 - len(segments), -1)]).astype(np.int32)
@@ -126,6 +289,15 @@ def test_each_segment_takes_the_shortest_row_that_holds_it():
 
 
 # Configurations
+
+
+def test_a_number_that_is_not_given_is_m3s():
+    """config.json of MiniMaxAI/MiniMax-M3."""
+    assert {field.name: field.default for field in fields(VisionConfig)} == dict(
+        hidden_size=1280, num_hidden_layers=32, num_attention_heads=16, intermediate_size=5120, num_channels=3,
+        patch_size=14, temporal_patch_size=2, spatial_merge_size=2, vision_segment_max_frames=4, layer_norm_eps=1e-5,
+        rope_theta=10_000.0, projector_hidden_size=6144, image_token_id=200_025, video_token_id=200_026,
+    )  # fmt: skip
 
 
 def test_the_tiny_tower_is_the_documented_one():
@@ -198,10 +370,10 @@ COMPRESSION = "img_token_compression_config"
         ("vision", {COMPRESSION: {"temporal_patch_size": 1}},
          f"vision_config.{COMPRESSION}.temporal_patch_size = 1: 2 elsewhere"),
         ("vision", {COMPRESSION: {"image_token_compression_method": "pool"}}, "= 'pool' is not supported"),
-        ("vision", {"model_type": "siglip"}, "model_type = 'siglip' is not supported"),
+        ("vision", {"model_type": "siglip"}, "(only 'clip_vision_model' or 'minimax_m3_vl_vision' or None)"),
         ("vision", {"position_embedding_type": "learned"}, "(only 'rope')"),
         ("vision", {"rope_parameters": [1]}, "rope_parameters = [1]: must have rope_type and rope_theta alone"),
-        ("vision", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn' is not supported"),
+        ("vision", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn' is not supported (only 'axial' or 'default')"),
         ("vision", {"head_dim": 33}, "head_dim = 33: must be hidden_size / num_attention_heads"),
         ("vision", {"num_attention_heads": 0, "head_dim": 33}, "head_dim = 33: must be hidden_size"),
         ("vision", {"zeal": 1, "anger": 2}, "unknown key 'anger': remove it if it does not change the arithmetic"),

@@ -24,7 +24,7 @@ _ONE |= {"if", "then", "else", "unevaluatedItems", "unevaluatedProperties"}
 _SEVERAL = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
 _NAMED = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 # A schema with one of these may take its members' names from elsewhere.
-_OTHER_MEMBERS = (*_PARTS, "$ref", "patternProperties", "additionalProperties", "dependentSchemas")
+_OTHER_MEMBERS = _PARTS | {"$ref", "patternProperties", "additionalProperties", "dependentSchemas"}
 
 _MOST_STEPS = 10_000  # references that are followed for one call
 _MOST_PROBLEMS, _MOST_LINE = 8, 160

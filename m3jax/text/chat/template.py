@@ -276,7 +276,7 @@ def _compiled(source: str, name: str) -> tuple["jinja2.Template", frozenset[str]
 
     environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation])
     del environment.globals["lipsum"]  # it writes as many paragraphs as it is asked for
-    for step in ("center", "format", "indent", "join", "replace"):
+    for step in {"center", "format", "indent", "join", "replace"}:
         environment.filters[step] = _checked_filter(step, environment.filters[step])
 
     def raise_exception(message: object) -> NoReturn:

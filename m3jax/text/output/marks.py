@@ -29,7 +29,7 @@ _INSIDE = f"<[^<>]{{0,{MOST_NAME}}}"
 # Between blocks: what opens or closes reasoning, or opens a block.
 OUTSIDE = {
     marks: re.compile(f"(?P<tag>{'|'.join(map(re.escape, marks))})|{'|'.join(map(_begun, marks))}")
-    for marks in ((THINK, END_THINK, BLOCK), (THINK, END_THINK), (BLOCK,))
+    for marks in {(THINK, END_THINK, BLOCK), (THINK, END_THINK), (BLOCK,)}
 }
 # Within text of a call: only tags with the namespace marker.
 MARKED = re.compile(f"(?P<marker>{_NS})<(?P<tag>[^<>]{{0,{MOST_NAME}}})>|{_NS}(?:{_INSIDE})?\\Z|{_begun(NAMESPACE)}")

@@ -14,7 +14,7 @@ from m3jax.text.chat.schemas import ALIASES
 
 # "number" takes whole numbers too, so it is two kinds.
 KINDS = {
-    **{name: frozenset({name}) for name in ("null", "boolean", "integer", "string", "array", "object")},
+    **{name: frozenset({name}) for name in {"null", "boolean", "integer", "string", "array", "object"}},
     "number": frozenset({"number", "integer"}),
 }
 KINDS |= {alias: KINDS[name] for alias, name in ALIASES.items()}
