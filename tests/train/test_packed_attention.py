@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from m3jax.execution.layers import SAVED
 from m3jax.train import packing
 from m3jax.train.packing import attend_by_chunks
 
@@ -52,3 +54,17 @@ def test_parts_and_pieces_of_a_row_are_one_attention(monkeypatch):
     assert not np.asarray(out)[1, 30:].any()
     for name, one, other in zip("qkv", found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5, err_msg=f"gradient of {name}")
+
+
+@pytest.mark.parametrize(("remat", "count"), [(True, 2), ("products", 1)])
+def test_kept_products_have_cudnns_attention_too(monkeypatch, remat, count):
+    """Traced as where cuDNN is there: with its gradient's own residuals kept, it does not run again."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91400)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda *_: True)
+    x, mask = jnp.zeros((1, 256, 4, 128), jnp.bfloat16), jnp.ones((1, 1, 256, 256), bool)
+    attention = lambda x: jax.nn.dot_product_attention(x, x, x, mask=mask, implementation="cudnn")
+    layer = jax.checkpoint(lambda x: jnp.sin(attention(jnp.sin(x))), policy=SAVED[remat])
+    traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(layer(x), dtype=jnp.float32)))(x)
+    assert str(traced).count("dot_product_attention_fwd") == count
