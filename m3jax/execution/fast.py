@@ -41,7 +41,7 @@ class Fast:
 
     @property
     def remat(self) -> Remat:
-        """What the backward pass recomputes, as of `Compute`."""
+        """The activations that the backward pass recomputes, as of `Compute`."""
         return self.compute.remat
 
     @property

@@ -124,7 +124,7 @@ class Execution(Protocol):
 
     @property
     def remat(self) -> Remat:
-        """What the backward pass recomputes, as of `Compute`."""
+        """The activations that the backward pass recomputes, as of `Compute`."""
         ...
 
     @property

@@ -2,9 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
-
-from m3jax.execution import Remat
+from typing import Any, Literal
 
 DTYPES = ("bfloat16", "float32")
 _number = dict(metavar="N", type=int)
@@ -57,7 +55,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--no-remat keeps all activations, --keep-products some of them: give one of the two")
 
 
-def remat_of(args: argparse.Namespace, is_asked: bool) -> Remat:
+def remat_of(args: argparse.Namespace, is_asked: bool) -> bool | Literal["products"]:
     """Return what the backward pass recomputes.
 
     Args:
