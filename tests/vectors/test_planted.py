@@ -393,7 +393,7 @@ def test_a_planted_bug_is_found(mistake, tmp_path, capsys):
     only = ["--only", case["group"]]
     assert check_numpy.main([str(STORED), str(right.parent), *only]) == 0
     others = sum(other["group"] == case["group"] for other in stored_cases()) - 1
-    left_out = f"{others} cases have no output of yours\n" if others else ""
+    left_out = f"{others} case{'s have' if others > 1 else ' has'} no output of yours\n" if others else ""
     summary = f"{left_out}1 of 1 cases agree (1 outputs compared)\n"
     assert capsys.readouterr().out == summary
     assert check_numpy.main([str(STORED), str(tmp_path / "wrong"), *only]) == 1
