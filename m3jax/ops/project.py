@@ -15,8 +15,6 @@ from m3jax.ops.ordered import products_in_order
 from m3jax.parallel import token_axes
 from m3jax.weights import DividedWeight, StackedLayer, Weight, merge_outputs
 
-PRODUCT = "product of matrices"  # by this name a backward pass finds it again, if it is to be kept
-
 
 def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "..."]:
     """Return the product of activations and a weight, as `m3jax.numerics.einsum` does.
@@ -33,11 +31,7 @@ def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "
     Returns:
       The product in the accumulator's dtype.
     """
-    if isinstance(weight, DividedWeight):
-        return _over_mesh(spec, x, [weight], 0)[0]
-    if isinstance(weight, StackedLayer):
-        return checkpoint_name(_in_stacks(x, [weight], [False])[0], PRODUCT)
-    return checkpoint_name(einsum(spec, *operands(x, weight)), PRODUCT)
+    return project_each(spec, x, [weight])[0]
 
 
 def project_each(
@@ -65,7 +59,7 @@ def project_each(
         if products[index] is None:
             source = jax.lax.stop_gradient(x) if is_detached[index] else x
             products[index] = einsum(spec, *operands(source, weight))
-    return [checkpoint_name(product, PRODUCT) for product in products]
+    return [checkpoint_name(product, "product of matrices") for product in products]
 
 
 def _over_mesh(
