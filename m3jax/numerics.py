@@ -1,7 +1,8 @@
 """Sums, products and softmax at the reference's precision (docs/numerics.md), and THE merge of partial attention."""
 
+import operator
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -247,3 +248,20 @@ def merge_over_devices(
     over_devices = dict(highest=lambda x: jax.lax.pmax(x, mesh_axes), total=lambda x: jax.lax.psum(x, mesh_axes))
     weight, sum_of_weights, merged_lse = merge_weights(lse, **over_devices)
     return jax.lax.psum(weigh(out, weight, sum_of_weights), mesh_axes).astype(out.dtype), merged_lse
+
+
+def sum_over_devices(x: Float[Array, "*X"], mesh_axes: str | tuple[str, ...]) -> Float[Array, "*X"]:
+    """Return the sum of an array of each device, inside `shard_map`, each element's parts in the order of the devices.
+
+    `jax.lax.psum` promises no order. A ring of processes begins to sum where an element lies in the array: one token's
+    bits then depend on how many others there are.
+
+    Args:
+      x: this device's part.
+      mesh_axes: the axes whose devices have the parts.
+    """
+    count = jax.lax.axis_size(mesh_axes)
+    own = jnp.pad(x.reshape(-1), (0, -x.size % count)).reshape(count, -1)  # [devices S], S sums for each
+    parts = jax.lax.all_to_all(own, mesh_axes, split_axis=0, concat_axis=0)  # [devices S], of the sums of this device
+    sums = reduce(operator.add, parts)
+    return jax.lax.all_gather(sums, mesh_axes, tiled=True)[: x.size].reshape(x.shape)

@@ -51,7 +51,11 @@ class StackedLayer:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), self.stack)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("weight",), meta_fields=("partition", "mesh", "least_tokens"))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("weight",),
+    meta_fields=("partition", "mesh", "least_tokens", "is_ordered"),
+)
 @dataclass(frozen=True)
 class DividedWeight:
     """A matrix of one layer that lies on a mesh: each device multiplies by the part that it holds.
@@ -60,13 +64,16 @@ class DividedWeight:
       weight: the matrix, or the stack that a kernel reads it in.
       partition: the mesh axis that divides each axis `[*inputs *outputs]`, or None.
       mesh: where it lies.
-      least_tokens: tokens of a call from which they are divided too (`m3jax.parallel.token_axes`).
+      least_tokens: tokens of a call from which they are divided too (`m3jax.parallel.token_axes`); never at `math.inf`.
+      is_ordered: whether parts of a sum are added in the order of the devices (`m3jax.numerics.sum_over_devices`); only
+        where tokens are never divided.
     """
 
     weight: Any
     partition: tuple[str | None, ...]
     mesh: Any
-    least_tokens: int
+    least_tokens: float
+    is_ordered: bool = False
 
     @property
     def dtype(self) -> jnp.dtype:

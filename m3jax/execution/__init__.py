@@ -14,6 +14,7 @@ from m3jax.execution.ordered import Ordered, kernels_order
 from m3jax.execution.projections import Projections
 from m3jax.execution.protocol import Execution
 from m3jax.execution.tiled import Tiled
+from m3jax.execution.tiled_over_mesh import TiledOverMesh
 
 __all__ = [
     "NOTHING",
@@ -35,6 +36,7 @@ __all__ = [
     "Projections",
     "Remat",
     "Tiled",
+    "TiledOverMesh",
     "Values",
     "execution_of",
     "run_layers",
@@ -57,6 +59,7 @@ def execution_of(
     if not compute.invariant:
         # Without a cache, as in training, XLA divides a call as it likes.
         return (Divided if compute.is_divided and has_cache else Fast)(compute, has_cache)
-    takes_kernels = not compute.is_divided and not quantises_activations(parameters)
-    by_kernels = takes_kernels and kernels_order(config, dtype, compute.backend)
+    if compute.is_divided:
+        return TiledOverMesh(compute, has_cache)
+    by_kernels = not quantises_activations(parameters) and kernels_order(config, dtype, compute.backend)
     return (Ordered if by_kernels else Tiled)(compute, has_cache)

@@ -6,6 +6,8 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -37,6 +39,26 @@ MATRIX_AXES = {
     "index_k_proj": (None, None), "o_proj": ("heads", None, None),
     "gate_proj": _TO_HIDDEN, "up_proj": _TO_HIDDEN, "down_proj": ("mlp", None),
 }  # fmt: skip
+
+
+def divided_layer(layer: nnx.Module, mesh: Mesh, least_tokens: float, is_ordered: bool = False) -> nnx.Module:
+    """Return a layer whose matrices say how they lie on a mesh; experts are left as they are.
+
+    Args:
+      layer: with the parameters of one layer.
+      mesh: the devices that hold them.
+      least_tokens, is_ordered: as of `m3jax.weights.DividedWeight`.
+    """
+
+    def on_mesh(path, parameter):
+        *_, room, name = ["", *dotted_path(path).split(".")]
+        if room == "experts" or name not in MATRIX_AXES:
+            return parameter
+        shape = parameter.stack.shape[1:] if isinstance(parameter, StackedLayer) else parameter.shape
+        return DividedWeight(parameter, tuple(spec(shape, MATRIX_AXES[name], mesh)), mesh, least_tokens, is_ordered)
+
+    is_matrix = lambda leaf: isinstance(leaf, MXFP8Array | StackedLayer)
+    return jax.tree_util.tree_map_with_path(on_mesh, layer, is_leaf=is_matrix)
 
 
 class Divided(Fast):
@@ -142,7 +164,7 @@ class Divided(Fast):
         if name not in MATRIX_AXES:
             return False
         mesh, tokens = self.compute.mesh, self.token_axes(num_rows)
-        parts = [1 if axis is None else mesh.shape[axis] for axis in self._partition(name, stack.shape[1:])]
+        parts = [1 if axis is None else mesh.shape[axis] for axis in spec(stack.shape[1:], MATRIX_AXES[name], mesh)]
         of_device = [size // count for size, count in zip(stack.shape[1:], parts, strict=True)]
         num_inputs = NUM_INPUTS.get(name, 1)
         case = ops.ProductCase(
@@ -168,21 +190,7 @@ class Divided(Fast):
 
     def prepared(self, layer):
         """Return the layer with matrices that say how they lie on the mesh; `experts` knows it of its own."""
-
-        def prepare(path, parameter):
-            *_, room, name = ["", *dotted_path(path).split(".")]
-            if room == "experts" or name not in MATRIX_AXES:
-                return parameter
-            shape = parameter.stack.shape[1:] if isinstance(parameter, StackedLayer) else parameter.shape
-            least = measured.DIVIDED_TOKENS[platform()]
-            return DividedWeight(parameter, self._partition(name, shape), self.compute.mesh, least)
-
-        is_matrix = lambda leaf: isinstance(leaf, MXFP8Array | StackedLayer)
-        return jax.tree_util.tree_map_with_path(prepare, layer, is_leaf=is_matrix)
-
-    def _partition(self, name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-        """Return the mesh axis that divides each axis of a layer's matrix."""
-        return tuple(spec(shape, MATRIX_AXES[name], self.compute.mesh))
+        return divided_layer(layer, self.compute.mesh, measured.DIVIDED_TOKENS[platform()])
 
     def _over_mesh(self, fn, in_specs, out_specs):
         return jax.shard_map(fn, mesh=self.compute.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -22,6 +22,8 @@ UP_AXES, DOWN_AXES = ("layers", "experts", None, "mlp"), ("layers", "experts", "
 
 # Returns the weighted sum over each token's experts, given their outputs [X A D] and weights [X A].
 Sum = Callable[[Float[Array, "X A D"], Float[Array, "X A"]], Float[Array, "X D"]]
+# Returns the sum of an array of each device, given the mesh axes of the devices.
+SumOverDevices = Callable[[Float[Array, "X D"], tuple[str, ...]], Float[Array, "X D"]]
 
 
 def experts_over_mesh(
@@ -32,6 +34,7 @@ def experts_over_mesh(
     layer: Int[Array, ""],
     activate: Activation,
     sum_of_experts: Sum,
+    sum_over_devices: SumOverDevices,
     *,
     path: str,
     backend: str,
@@ -50,6 +53,7 @@ def experts_over_mesh(
       layer: which layer of the stack.
       activate: of gate and up, element by element.
       sum_of_experts: of the outputs that this device computed; those of others are 0.
+      sum_over_devices: of these sums, given the mesh axes of the devices.
       path: "auto", "trained", or one of `m3jax.ops.EXPERT_PATHS`, as of `run_experts`.
       backend: one of `m3jax.ops.BACKENDS`.
       mesh: where the experts lie.
@@ -59,7 +63,7 @@ def experts_over_mesh(
         out = outputs_of_device(
             experts, x, expert_ids, layer, activate, mesh=mesh, turns=("context",), path=path, backend=backend
         )
-        return jax.lax.psum(sum_of_experts(out, weights), ("context", "expert", "tensor"))
+        return sum_over_devices(sum_of_experts(out, weights), ("context", "expert", "tensor"))
 
     up_spec, down_spec = spec(experts.up.shape, UP_AXES, mesh), spec(experts.down.shape, DOWN_AXES, mesh)
     by_token = P(*spec(x.shape[:1], ("tokens",), mesh))

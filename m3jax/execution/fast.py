@@ -39,6 +39,8 @@ class Fast:
 
     takes_layers_apart = True
 
+    sum_over_devices = staticmethod(jax.lax.psum)
+
     @property
     def remat(self) -> Remat:
         """The activations that the backward pass recomputes, as of `Compute`."""
@@ -92,9 +94,9 @@ class Fast:
         how = dict(path=self.compute.expert_path, backend=self.compute.backend)
         # Experts stay in the stack of all layers: cut out, a layer's would be copied whole to use a few of them.
         if self.compute.is_divided:
-            expert_ids, weights = self.before_mesh(expert_ids, weights)
+            sums = self.sum_of_experts, self.sum_over_devices
             routed = experts_over_mesh(
-                x, experts, expert_ids, weights, layer, activate, self.sum_of_experts, mesh=self.compute.mesh, **how
+                x, experts, expert_ids, weights, layer, activate, *sums, mesh=self.compute.mesh, **how
             )
             return scale * routed, False
         if not ops.joins_shared(x, experts, shared, **how):
@@ -102,10 +104,6 @@ class Fast:
         out = ops.run_experts(x, experts, expert_ids, layer, activate, shared=shared, **how)  # [X C D]
         routed = scale * self.sum_of_experts(out[:, : expert_ids.shape[1]], weights)
         return (routed + out[:, -1], True) if shared else (routed, False)
-
-    def before_mesh(self, expert_ids, weights):
-        """Return the choices as a mesh's devices get them."""
-        return expert_ids, weights
 
     def sum_of_experts(self, out: Float[Array, "X A D"], weights: Float[Array, "X A"]) -> Float[Array, "X D"]:
         """Return the weighted sum over each token's experts."""

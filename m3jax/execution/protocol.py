@@ -22,7 +22,7 @@ Tokenwise = Callable[..., PyTree[Array]]
 
 @runtime_checkable
 class Execution(Protocol):
-    """A way to compute a call of the model: `Fast`, `Divided`, `Tiled` or `Ordered`.
+    """A way to compute a call of the model: `Fast`, `Divided`, `Tiled`, `TiledOverMesh` or `Ordered`.
 
     Matrices are multiplied by `m3jax.ops.project`, whatever they are stored as. This protocol has everything else that
     has more than one implementation.

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import wraps
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from m3jax.execution import plain
@@ -45,15 +44,6 @@ class Tiled(Fast):
     def heads(self, projections):
         """Return heads, finished with the rest of the tile."""
         return projections.finish()
-
-    def before_mesh(self, expert_ids, weights):
-        """Return the choices with as many columns as the devices of the context axis divide.
-
-        Each device then gets the same columns of every token, wherever in the call the token stands.
-        """
-        # Columns of -1 are no expert, with weight 0: each device of the axis has the same share of every token.
-        unused = ((0, 0), (0, -expert_ids.shape[1] % self.compute.mesh.shape["context"]))
-        return jnp.pad(expert_ids, unused, constant_values=-1), jnp.pad(weights, unused)
 
     def sum_of_experts(self, out, weights):
         """Return the weighted sum, tile by tile."""

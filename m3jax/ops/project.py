@@ -1,6 +1,7 @@
 """A vector times a matrix, as every linear layer asks for it, whatever the matrix is stored as."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from m3jax.mxfp8 import MXFP8Array, dequantize, quantize
-from m3jax.numerics import einsum
+from m3jax.numerics import einsum, sum_over_devices
 from m3jax.ops import measured
 from m3jax.ops.backends import interpreted, kernels_here
 from m3jax.ops.ordered import products_in_order
@@ -72,10 +73,12 @@ def _over_mesh(
     """
     mesh, is_summed = weights[0].mesh, weights[0].is_summed
     tokens = token_axes(x.shape[:-1], mesh, weights[0].least_tokens)
+    in_order = partial(sum_over_devices, mesh_axes=weights[0].partition[0])
+    add_parts = in_order if weights[0].is_ordered else tokens.sum_of_parts
 
     def on_each_device(x, parts):
         products = project_each(spec, x, parts, num_detached)
-        return [tokens.sum_of_parts(product) for product in products] if is_summed else products
+        return [add_parts(product) for product in products] if is_summed else products
 
     out_specs = [tokens.of_stream() if is_summed else tokens.of_products(*weight.partition[1:]) for weight in weights]
     return jax.shard_map(

@@ -1,5 +1,6 @@
 """The pieces of MSA by themselves, with few numbers: views and their rows, walks, shares inside a schedule, checks."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -24,7 +25,7 @@ from m3jax.msa.schedules.lanes import invariant, invariant_all, select_invariant
 from m3jax.msa.schedules.query_major import query_major
 from m3jax.msa.share import Share
 from m3jax.msa.virtual import virtual_pages
-from m3jax.numerics import dot_scores, merge_over_devices
+from m3jax.numerics import dot_scores, merge_over_devices, sum_over_devices
 
 RULES = SelectionRules(top_k=3)
 
@@ -191,6 +192,17 @@ def test_parts_of_devices_are_merged_in_one_exchange_and_in_three(gathered_bytes
         np.testing.assert_allclose(out[device].astype(np.float32), expected, rtol=0.01, atol=0.004)
         with np.errstate(divide="ignore"):
             np.testing.assert_allclose(lse[device], np.log(total), rtol=1e-5, atol=1e-6)
+
+
+def test_parts_of_devices_are_added_in_the_order_of_the_devices():
+    """Whatever an element's place is: of these parts every other order gives another sum."""
+    parts = np.tile(np.array([3e8, 1.0, -3e8, 0.25], np.float32)[:, None, None], (1, 3, 7))
+    parts *= 2.0 ** np.arange(21, dtype=np.float32).reshape(3, 7)
+    found = devices_map(partial(sum_over_devices, mesh_axes=(AXIS,)), parts)
+    in_order = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    others = {tuple(np.ravel(sum(parts[np.array(order)]))) for order in itertools.permutations(range(4))}
+    assert len(others) > 2
+    np.testing.assert_array_equal(found, np.tile(in_order, (4, 1, 1)))
 
 
 def test_joined_blocks_are_those_of_whole_rows():

@@ -1,0 +1,49 @@
+"""The invariant mode over a mesh: tiles of tokens, of which each device computes its part, added up in one order."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from m3jax.execution.divided import divided_layer
+from m3jax.execution.tiled import Tiled
+from m3jax.numerics import einsum, sum_over_devices
+from m3jax.parallel import spec
+from m3jax.tiles import by_tiles
+
+
+class TiledOverMesh(Tiled):
+    """A `Tiled` whose programs say what each device multiplies, and in which order parts of a sum are added.
+
+    Left to itself the compiler divides a tile in one way in one program and in another way in the next, and an
+    all-reduce of several devices may add an element's parts in an order that its place decides.
+    """
+
+    sum_over_devices = staticmethod(sum_over_devices)
+
+    def prepared(self, layer):
+        """Return the layer with matrices that say how they lie on the mesh: every device multiplies all tokens."""
+        return divided_layer(layer, self.compute.mesh, least_tokens=math.inf, is_ordered=True)
+
+    def experts(self, x, expert_ids, weights, matrices, activate, shared, scale):
+        """Return the sum of each token's experts; each device of the context axis has the same share of every token."""
+        # Columns that are no expert, until those devices divide the columns: they get the same ones of every token,
+        # wherever in the call the token stands.
+        unused = ((0, 0), (0, -expert_ids.shape[1] % self.compute.mesh.shape["context"]))
+        expert_ids, weights = jnp.pad(expert_ids, unused, constant_values=-1), jnp.pad(weights, unused)
+        return super().experts(x, expert_ids, weights, matrices, activate, shared, scale)
+
+    def unembed(self, hidden, head):
+        """Return logits on every device, tile by tile: each multiplies its part of the vocabulary."""
+        mesh = self.compute.mesh
+        head_spec = P(*spec(head.shape, ("logits", None), mesh))
+
+        def on_each_device(hidden, head):
+            logits = einsum("xd,vd->xv", hidden, head)
+            return logits if head_spec[0] is None else jax.lax.all_gather(logits, head_spec[0], axis=1, tiled=True)
+
+        product = jax.shard_map(on_each_device, mesh=mesh, in_specs=(P(), head_spec), out_specs=P(), check_vma=False)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = by_tiles(lambda tile: product(tile, head), self.compute.token_tile, rows)
+        return logits.reshape(*hidden.shape[:-1], -1)
