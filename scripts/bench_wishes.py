@@ -109,7 +109,9 @@ def step(engine: Engine, prefix: list[int], rows: int, params: Params, is_guided
     vocab_size = engine.config.vocab_size
     for row in range(rows):
         guide = HalfOfVocabulary(vocab_size) if is_guided else None
-        engine.add(prompt(engine, prefix, 100 + row), params, guide=guide)
+        # Rows with one seed would draw the same token, and all read the same experts.
+        own_seed = dataclasses.replace(params, sampling=dataclasses.replace(params.sampling, seed=row))
+        engine.add(prompt(engine, prefix, 100 + row), own_seed, guide=guide)
     while engine.prefill():
         pass
     before = engine.timings.decode_seconds

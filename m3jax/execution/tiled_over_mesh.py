@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from m3jax.execution.divided import divided_layer
@@ -21,6 +22,10 @@ class TiledOverMesh(Tiled):
     """
 
     sum_over_devices = staticmethod(sum_over_devices)
+
+    def each_token(self, fn):
+        """Return the function with a loop over tiles around it, each of which every device has before and after."""
+        return super().each_token(lambda *tile: self._whole(fn(*self._whole(tile))))
 
     def prepared(self, layer):
         """Return the layer with matrices that say how they lie on the mesh: every device multiplies all tokens."""
@@ -45,5 +50,9 @@ class TiledOverMesh(Tiled):
 
         product = jax.shard_map(on_each_device, mesh=mesh, in_specs=(P(), head_spec), out_specs=P(), check_vma=False)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        logits = by_tiles(lambda tile: product(tile, head), self.compute.token_tile, rows)
-        return logits.reshape(*hidden.shape[:-1], -1)
+        logits = by_tiles(lambda tile: product(self._whole(tile), head), self.compute.token_tile, rows)
+        return self._whole(logits.reshape(*hidden.shape[:-1], -1))
+
+    def _whole(self, arrays):
+        """Return arrays that every device has: how the compiler divides what reads them says nothing of them."""
+        return jax.lax.with_sharding_constraint(arrays, NamedSharding(self.compute.mesh, P()))
