@@ -162,8 +162,8 @@ def arrays_and_parts(model: M3, rng: np.random.Generator):
         sampling = SamplingParams.stack([Sampling(temperature=1.0, seed=1)] * len(x))
         nothing = jnp.zeros(len(x), bool)
         context, sampling = DrawContext(is_edited=nothing), jax.tree.map(jnp.asarray, sampling)
-        drawn = draw_token(weights["model"], x, sampling, context, positions, wants_top=nothing, num_top=0)
-        return [y.reshape(rows["positions"].shape) for y in drawn[:2]]
+        drawn, _ = draw_token(weights["model"], x, sampling, context, positions, wants_top=nothing, num_top=0)
+        return [y.reshape(rows["positions"].shape) for y in (drawn.tokens, drawn.logprobs)]
 
     def attend_to_blocks(weights, rows):
         chosen = rows["blocks"].swapaxes(1, 2)
