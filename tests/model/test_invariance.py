@@ -107,6 +107,24 @@ def test_a_row_in_chunks_beside_others_has_the_bits_that_it_has_alone(mesh, dtyp
     np.testing.assert_array_equal(run(mesh, dtype, ROWS, CHUNK, **types), alone(mesh, dtype, **types))
 
 
+def test_over_a_mesh_every_device_has_a_tile_before_and_after():
+    """Else a compiler divides it as suits what reads it: on two GPUs a log-probability had other bits beside others."""
+    how = tiny.model(CONFIG, mesh=parse_mesh("tensor=2")).with_invariance().execution()
+    program = jax.make_jaxpr(how.each_token(lambda x: x + 1))(jnp.zeros((1, 3, 8))).jaxpr
+    found = [x.params["sharding"] for x in equations(program) if x.primitive.name == "sharding_constraint"]
+    assert len(found) == 2 and all(sharding.is_fully_replicated for sharding in found)
+
+
+def test_over_a_mesh_no_all_reduce_adds_the_parts_of_devices():
+    """It may do so in an order that an element's place decides; but for the embedding's, of which one part is not 0."""
+    model = tiny.model(CONFIG, mesh=parse_mesh("context=2,expert=2,tensor=2")).with_invariance()
+    program = jax.make_jaxpr(lambda model, tokens: model.hidden(tokens)[0])(model, tiny.tokens(CONFIG, 2, 8)).jaxpr
+    found = Counter(x.primitive.name for x in equations(program))
+    assert found["psum"] + found["psum_invariant"] + found["reduce_scatter"] == 1
+    # A layer's attention, and its dense or shared MLP; and the experts of the stack that has them.
+    assert found["all_to_all"] == 2 + 3
+
+
 def test_host_memory_changes_no_bit():
     """Room for what a chunk writes and one page more: what is selected comes in several passes over the pool."""
     found = run(None, "bfloat16", ROWS, CHUNK, device_pages=13, **IN_FLOAT8)
