@@ -10,7 +10,8 @@ Nor is the order of what has none (`without_order`):
 - the members of a tuple right of `in` or `not in`, also of one of constants that has a name, if the file does nothing
   else with that name and no other file can: it is a function's, or begins with an underscore;
 - what `min` and `max` choose from without a `key`, if no argument writes a fraction, divides or calls what may return
-  one: a NaN, and a zero with its sign, show which of two came first. A name counts as a whole number.
+  one: a NaN, and a zero with its sign, show which of two came first. A name counts as a whole number;
+- the two arguments of a symmetric function of numpy, jax.numpy and math (`SYMMETRIC`), and of a `swapaxes` method.
 """
 
 import ast
@@ -206,6 +207,7 @@ OPERATORS: dict[str, Callable[[ast.AST], Changes]] = {
     "swapped arguments": swapped_arguments,
 }
 ORDERS = ("swapped axes", "swapped arguments")
+SYMMETRIC = ("add", "multiply", "minimum", "maximum", "logical_and", "logical_or", "logical_xor", "gcd", "lcm")
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -256,6 +258,10 @@ def without_order(tree: ast.AST) -> Iterator[ast.AST]:
                 looked_in += node.args[:1]
             elif called in ("min", "max") and isinstance(node.func, ast.Name) and not node.keywords:
                 yield from [node] if all(map(_is_whole, node.args)) else []
+            elif called in SYMMETRIC and len(node.args) == 2 and _module_of(node.func) in ("np", "jnp", "math"):
+                yield node
+            elif called == "swapaxes" and _module_of(node.func) not in ("np", "jnp"):
+                yield node
     yield from (node for node in looked_in if isinstance(node, ast.Tuple) and all(map(_is_plain, node.elts)))
     yield from _named_constants(tree, {id(node) for node in looked_in})
 
@@ -274,6 +280,11 @@ def _named_constants(tree: ast.AST, looked_in: set[int]) -> Iterator[ast.Tuple]:
         is_constant = all(isinstance(each, ast.Constant) for each in node.value.elts)
         if is_constant and all(isinstance(name.ctx, ast.Load) and id(name) in looked_in for name in others):
             yield node.value
+
+
+def _module_of(node: ast.AST) -> str:
+    """Return the name left of the dot of a function's name; empty if none stands there."""
+    return node.value.id if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
 
 
 def _is_plain(node: ast.AST) -> bool:

@@ -128,9 +128,12 @@ def test_the_strict_of_a_zip_only_refuses(drawn):
 
 ANY_ORDER = [
     "x in (a.b, None)", "x not in (1, 2)", "_KINDS = (1, 2)\nx in _KINDS", "min(a.b - 1, len(c), c[0] // 2)",
+    "jnp.minimum(a, b / 2)", "math.gcd(a, 8)", "x.swapaxes(1, 2)", "f(x).swapaxes(1, 2)",
     "def f():\n    kinds = (1, 2)\n    return x in kinds", "try:\n    pass\nexcept (OSError, np.Error):\n    pass",
 ]  # fmt: skip
 ONE_ORDER = {
+    "jnp.swapaxes(x, 1, 2)": "jnp.swapaxes(1, x, 2)", "np.subtract(a, b)": "np.subtract(b, a)",
+    "minimum(a, b)": "minimum(b, a)",
     "(a, b) in c": "(b, a)", "x in (f(), g())": "(g(), f())", "x in (a, b) == c": "(b, a)",
     "KINDS = (1, 2)\nx in KINDS": "(2, 1)", "_KINDS = (1, 2)\nx in _KINDS\nlist(_KINDS)": "(2, 1)",
     "isinstance(x, (int, str))": "isinstance((int, str), x)", "x.endswith((b, a), 1)": "x.endswith(1, (b, a))",
