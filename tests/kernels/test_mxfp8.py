@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from support import tiny
 from support.lowering import array, equations, lower, refuse
+from support.tpu_interpreter import STRICT
 
 from m3jax import mxfp8
 from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
@@ -29,7 +30,6 @@ from pallas_kernels.mxfp8_numbers import mxfp8_numbers
 from pallas_kernels.mxfp8_project import Weights, mxfp8_project
 from pallas_kernels.triton_mxfp8 import FewConfig, FragmentConfig
 
-STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 TPU = dict(backend="mosaic_tpu", interpret=STRICT, config=TpuConfig(rows=4, columns=64, depth=64))
 LAYER = jnp.int32(1)
 # A call is one program: outside of `jit` it would be a program for each of its steps.

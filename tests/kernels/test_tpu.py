@@ -39,6 +39,7 @@ from support.msa_strategies import (
     prefill,
 )
 from support.msa_strategies import attention as definition
+from support.tpu_interpreter import STRICT
 
 from m3jax.model.layers import rope_table
 from pallas_kernels.dense_causal import dense_causal
@@ -57,7 +58,6 @@ from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill.mosaic_tpu import Config, kv_block_major
 
 union_tpu = import_module("pallas_kernels.sparse_prefill.mosaic_tpu.query_union")  # its function has its name
-STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 further = pytest.mark.further
 FEW = 3  # queries that a decode kernel is given
 SMALL = replace(GROUPED, B=2, T=6)  # of 40 keys, so that few steps of the interpreter drop many blocks
