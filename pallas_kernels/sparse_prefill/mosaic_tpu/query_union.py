@@ -45,9 +45,9 @@ def query_union(
     lengths: Int[Array, " B"],
     *,
     scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None = None,
-    return_lse: bool = False,
-    config: Config | None = None,
-    interpret: Interpret = False,
+    return_lse: bool,
+    config: Config | None,
+    interpret: Interpret,
 ) -> tuple[Array, ...]:
     """`sparse_prefill` of checked operands by this schedule.
 
