@@ -1,7 +1,9 @@
 """The pieces of kernels that run without one: where blocks lie, what is refused, what a call is said to cost."""
 
 import re
-from dataclasses import replace
+from dataclasses import MISSING, asdict, fields, replace
+from importlib import import_module
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from support.pytrees import assert_settings_are_static
 
+import pallas_kernels
 from m3jax import M3Config
 from pallas_kernels import mosaic_common, pages, triton_common
 from pallas_kernels.backends import Limits
@@ -22,18 +25,27 @@ from pallas_kernels.checks import (
     check_selection,
 )
 from pallas_kernels.cudnn_causal import cudnn_causal
+from pallas_kernels.dense_causal import cudnn
 from pallas_kernels.few_experts.triton import default_config as few_experts_config
 from pallas_kernels.gradient import with_gradient
+from pallas_kernels.grouped_experts.triton import default_config as grouped_experts_config
+from pallas_kernels.grouped_outer.triton import default_config as grouped_outer_config
+from pallas_kernels.grouped_product.triton import default_config as grouped_product_config
+from pallas_kernels.index_topk import mosaic_tpu as index_tpu
+from pallas_kernels.index_topk_decode import mosaic_tpu as index_decode_tpu
 from pallas_kernels.mosaic_common import Chip
 from pallas_kernels.mxfp8 import Weights, check_weights
 from pallas_kernels.numbers import can_reach, power_of_two
 from pallas_kernels.ordered_project import ordered_project
+from pallas_kernels.ordered_project.triton import default_config as ordered_config
 from pallas_kernels.pages import contiguous, paged, seen_positions
 from pallas_kernels.shapes import DECODE, PREFILL, Shape
 from pallas_kernels.sparse_decode.triton.attend import Config as DecodeConfig
 from pallas_kernels.sparse_decode.triton.attend import default_config as decode_config
 from pallas_kernels.sparse_decode.triton.merge import merge
 from pallas_kernels.stacked_project import MOST_ROWS, stacked_project
+from pallas_kernels.stacked_project.triton import default_config as stacked_config
+from pallas_kernels.triton_project import num_splits
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -229,6 +241,92 @@ def test_pieces_of_few_experts_divide_their_widths():
     assert few_experts_config("bfloat16", (128, 192), 4) == narrow != few_experts_config("bfloat16", (128, 256), 4)
 
 
+def numbers_in(config: dict):
+    """Yield the (name, number) pairs of a configuration, those of its parts too."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from numbers_in(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield name, value
+
+
+def test_sizes_of_programs_are_powers_of_two():
+    """Of tiles, warps and groups, by default and of each dtype and number of rows; programs fill 132 multiprocessors.
+
+    How many steps are under way, and how many programs a measured case has, is free.
+    """
+    of_ops = [
+        import_module(f"pallas_kernels.{path.parent.parent.name}.{path.parent.name}").LIMITS.config
+        for path in sorted(Path(pallas_kernels.__file__).parent.glob("*/*/__init__.py"))
+    ]
+    by_default = [
+        config() for config in {*of_ops} - {None} if all(field.default is not MISSING for field in fields(config))
+    ]
+    assert len(by_default) >= 12
+    wide, narrow = (6144, 3072), (192, 64)
+    of_calls = [
+        *(grouped_product_config(dtype) for dtype in ("float32", "bfloat16")),
+        *(grouped_outer_config(dtype) for dtype in ("float32", "bfloat16")),
+        *(ordered_config(dtype, rows, dtype != "float32" and is_mxfp8) for dtype in ("float32", "bfloat16")
+          for rows in (1, 5, 64, 4096) for is_mxfp8 in (True, False)),
+        *(stacked_config(dtype, 6144, widths) for dtype in ("float32", "bfloat16")
+          for widths in ([8192, 128], [64], [128])),
+        *(grouped_experts_config(dtype, tile, widths) for dtype in ("float32", "bfloat16") for tile in (16, 64, 128)
+          for widths in (wide, narrow)),
+    ]  # fmt: skip
+    for config in (*by_default, *of_calls):
+        for name, value in numbers_in(asdict(config)):
+            if name not in ("num_stages", "programs"):
+                assert value & (value - 1) == 0, f"{config}: {name}"
+    assert all(config.programs % 12 == 0 for config in by_default if hasattr(config, "programs"))
+
+
+def test_work_is_cut_in_as_many_equal_parts_as_there_are_programs_for():
+    for tiles in (1, 3, 50):
+        for steps in (1, 6, 7, 12):
+            fits = [n for n in range(1, steps + 1) if steps % n == 0 and tiles * n <= 12]
+            assert num_splits(tiles, steps, 12) == max(fits, default=1), (tiles, steps)
+
+
+@pytest.mark.parametrize("interpret", [True, False])
+def test_a_step_of_selection_fills_registers_of_lanes(interpret, monkeypatch, unchecked):
+    """Whole queries with all heads, in as many lanes as VMEM has lists for; of few queries several copies."""
+    taken = {}
+    chip = Chip(2, 1 << 20)
+    monkeypatch.setattr(Chip, "current", lambda given: chip if given is interpret else None)
+    keys = contiguous(array(1, 4, 8), 4)
+    rules = dict(top_k=3, local_blocks=1, init_blocks=0, return_keys=False, config=None, interpret=interpret)
+
+    def walk(q, *at, sizes, **how):
+        taken.update(sizes=sizes, **how)
+
+    def step(module, heads: int, length: int, num_blocks: int):
+        monkeypatch.setattr(module, "walk", walk)
+        index_q, index_k = jax.ShapeDtypeStruct((1, length, heads, 8), "float32"), replace(keys, num_blocks=num_blocks)
+        module.run(index_q, index_k, None, None, **rules)
+        assert (taken["chip"], taken["interpret"]) == (chip, interpret)
+        return taken["sizes"]
+
+    # A list has four bytes a lane and block, in half of VMEM: 256 blocks for 512 lanes.
+    for heads, length, num_blocks, tokens in (
+        (4, 1000, 256, 128), (4, 1000, 257, 64), (4, 1000, 512, 64), (4, 1000, 513, 32), (4, 1000, 9000, 32),
+        (3, 1000, 10, 170), (4, 5, 10, 5), (600, 7, 10, 1),
+    ):  # fmt: skip
+        sizes = step(index_tpu, heads, length, num_blocks)
+        assert (sizes.tokens, sizes.heads, sizes.folds) == (tokens, heads, 1), (heads, length, num_blocks)
+        lanes = tokens * heads
+        assert sizes.width == lanes if interpret else sizes.width % 128 == 0 <= sizes.width - lanes < 128
+        assert sizes.pages == index_tpu.Config().pages
+    for heads, length, folds in ((4, 1, 32), (4, 3, 8), (4, 16, 2), (16, 16, 1), (1, 1, 128)):
+        sizes = step(index_decode_tpu, heads, length, 10)
+        assert (sizes.tokens, sizes.heads, sizes.folds) == (length, heads, folds)
+        assert sizes.width == max(128, length * heads)
+        assert sizes.fold_lanes >= sizes.pairs and sizes.pages == max(32, folds)
+        assert sizes.buffer_rows * folds == sizes.pages
+        # A chunk of pages has whole rows, and a whole register can be read from the last one on.
+        assert sizes.list_rows == sizes.buffer_rows * -(-10 // sizes.pages) + 8
+
+
 @pytest.mark.parametrize("splits", [4, 5])
 def test_splits_of_a_decode_step_are_merged(splits):
     """Four at most by programs of all rows of a tile, more by programs of one head; a query that saw no key has 0."""
@@ -244,6 +342,42 @@ def test_splits_of_a_decode_step_are_merged(splits):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(lse, np.log(total), rtol=1e-5, atol=1e-6)
+
+
+def test_parts_of_a_chunk_are_joined_by_their_weights():
+    """In float32, of a query that saw keys in both, and of one that saw none in the second: that may hold NaN."""
+    draw = np.random.default_rng(0)
+    (out, new), (lse, new_lse) = draw.normal(size=(2, 1, 3, 2, 4)), draw.normal(size=(2, 1, 3, 2))
+    new_lse[0, 1], new[0, 1] = -np.inf, np.nan
+    to_jax = lambda *arrays: [jnp.asarray(x, jnp.float32) for x in arrays]
+    found, found_lse = cudnn._join(*to_jax(out, lse, new, new_lse))
+    weight, new_weight = (np.exp(x)[..., None] for x in (lse, new_lse))
+    expected = (out * weight + np.nan_to_num(new) * new_weight) / (weight + new_weight)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found_lse, np.logaddexp(lse, new_lse), rtol=1e-5, atol=1e-6)
+
+
+def test_keys_of_a_chunk_and_of_the_pieces_before_it_are_those_of_their_pages():
+    """Rows of 6 and 0 tokens before chunks of 3 and 1 queries; what no query sees is 0, whatever memory holds."""
+    tokens = numbers(2, 9, 2, 4) + 1  # [B S K H]
+    tokens[1, 1:] = np.nan
+    held = np.pad(tokens, ((0, 0), (0, 3), (0, 0), (0, 0)), constant_values=np.nan).reshape(2, 3, 4, 2, 4)
+    table = np.array([[4, 0, 2], [5, 1, 3]], np.int32)
+    pool = np.zeros((6, 2, 4, 4), np.float32)
+    pool[table] = held.swapaxes(2, 3)
+    made = paged(jnp.asarray(pool), jnp.asarray(table))
+    first, count = jnp.array([6, 0], jnp.int32), jnp.array([3, 1], jnp.int32)
+    own = jax.jit(cudnn._own_tokens, static_argnums=(3, 4))(made, first, count, 4, 2)
+    expected = np.zeros((2, 4, 2, 4), np.float32)
+    expected[0, :3], expected[1, 0] = tokens[0, 6:9], tokens[1, 0]
+    np.testing.assert_array_equal(own, expected)
+    take = jax.jit(cudnn._blocks, static_argnums=(2, 4))
+    for first_block, blocks in ((0, 2), (1, 2), (1, 3)):
+        seen = np.clip(np.array([6, 0]) - 4 * first_block, 0, 4 * blocks)
+        found = take(made, jnp.int32(first_block), blocks, jnp.asarray(seen, jnp.int32), 2)
+        expected = np.zeros((2, 4 * blocks, 2, 4), np.float32)
+        expected[0, : seen[0]] = tokens[0, 4 * first_block : 4 * first_block + seen[0]]
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_kernel_has_the_gradient_of_its_schedule():

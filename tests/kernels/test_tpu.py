@@ -62,7 +62,8 @@ further = pytest.mark.further
 FEW = 3  # queries that a decode kernel is given
 SMALL = replace(GROUPED, B=2, T=6)  # of 40 keys, so that few steps of the interpreter drop many blocks
 INDEX = {
-    "prefill": dict(op=index_kernel, backend="mosaic_tpu", config=IndexConfig(lanes=16, pages=4)),
+    # Tiles of four queries, of which the last one of a row is not full.
+    "prefill": dict(op=index_kernel, backend="mosaic_tpu", config=IndexConfig(lanes=8, pages=4)),
     "decode": dict(op=index_topk_decode, backend="mosaic_tpu", config=IndexDecodeConfig(lanes=16, pages=2)),
 }
 ATTENTION = {
