@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import MISSING, asdict, fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,24 +27,38 @@ from pallas_kernels.checks import (
     check_selection,
 )
 from pallas_kernels.cudnn_causal import cudnn_causal
-from pallas_kernels.dense_causal import cudnn
+from pallas_kernels.dense_causal import cudnn, dense_causal
+from pallas_kernels.dense_decode import dense_decode
+from pallas_kernels.expert_tiles import expert_tiles
+from pallas_kernels.few_experts import few_experts
 from pallas_kernels.few_experts.triton import default_config as few_experts_config
 from pallas_kernels.gradient import with_gradient
+from pallas_kernels.grouped_experts import grouped_experts
 from pallas_kernels.grouped_experts.triton import default_config as grouped_experts_config
 from pallas_kernels.grouped_outer.triton import default_config as grouped_outer_config
 from pallas_kernels.grouped_product.triton import default_config as grouped_product_config
+from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk import mosaic_tpu as index_tpu
+from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.index_topk_decode import mosaic_tpu as index_decode_tpu
 from pallas_kernels.mosaic_common import Chip
 from pallas_kernels.mxfp8 import Weights, check_weights
-from pallas_kernels.numbers import can_reach, power_of_two
+from pallas_kernels.mxfp8_experts import mxfp8_experts
+from pallas_kernels.mxfp8_grouped import mxfp8_grouped
+from pallas_kernels.mxfp8_numbers import mxfp8_numbers
+from pallas_kernels.mxfp8_project import mxfp8_project
+from pallas_kernels.numbers import E4M3_MAX, can_reach, power_of_two
 from pallas_kernels.ordered_project import ordered_project
 from pallas_kernels.ordered_project.triton import default_config as ordered_config
 from pallas_kernels.pages import contiguous, paged, seen_positions
+from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
 from pallas_kernels.shapes import DECODE, PREFILL, Shape
+from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_decode.triton.attend import Config as DecodeConfig
 from pallas_kernels.sparse_decode.triton.attend import default_config as decode_config
 from pallas_kernels.sparse_decode.triton.merge import merge
+from pallas_kernels.sparse_prefill import sparse_prefill
+from pallas_kernels.sparse_prefill import triton as sparse_triton
 from pallas_kernels.stacked_project import MOST_ROWS, stacked_project
 from pallas_kernels.stacked_project.triton import default_config as stacked_config
 from pallas_kernels.triton_project import num_splits
@@ -132,10 +148,12 @@ def test_numbers_of_every_backend():
     assert [chip.steps_per_core(count) for count in (1, 2, 3)] == [1, 1, 2]
     assert chip.compiler_params("parallel").vmem_limit_bytes == 1 << 20 and Chip.current(True) == Chip(1, 32 << 20)
     assert mosaic_common.pad_steps(jnp.ones((2, 1)), 4, 7).tolist() == [[1], [1], [7], [7]]
-    is_seen, total = mosaic_common.divisor(jnp.array([0.0, 2.0]))
-    assert is_seen.tolist() == [False, True] and total.tolist() == [1, 2]
-    lse = mosaic_common.natural_lse(jnp.array([3.0, 3.0]), is_seen, total)
-    np.testing.assert_allclose(lse, [-np.inf, 3 + np.log(2)])
+    for module, unit in ((mosaic_common, 1.0), (triton_common, np.log2(np.e))):  # of a score in exponents
+        is_seen, total = module.divisor(jnp.array([0.0, 2.0, jnp.nan]))
+        assert is_seen.tolist() == [False, True, True] and total[:2].tolist() == [1, 2] and jnp.isnan(total[2])
+        lse = module.natural_lse(jnp.full(3, 3 * unit, jnp.float32), is_seen, total)
+        np.testing.assert_allclose(lse, [-np.inf, 3 + np.log(2), np.nan], rtol=1e-6)
+    assert float(jnp.finfo(E4M3).max) == E4M3_MAX
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -281,6 +299,39 @@ def test_sizes_of_programs_are_powers_of_two():
     assert all(config.programs % 12 == 0 for config in by_default if hasattr(config, "programs"))
 
 
+def test_what_a_product_fetches_ahead_fits_shared_memory():
+    """Pieces of rows and of a matrix in all stages, of 32 bits too; a TPU's kernels have no stages."""
+    products = []
+    for itemsize, dtype in ((2, "bfloat16"), (4, "float32")):
+        product, outer = grouped_product_config(dtype), grouped_outer_config(dtype)
+        few = few_experts_config(dtype, (6144, 3072), 4)
+        of_outer = replace(few.out, columns=outer.right, depth=outer.depth, num_stages=outer.num_stages)
+        products += [(itemsize, product.rows, product.piece), (itemsize, outer.left, of_outer)]
+        products += [(itemsize, 64, few.out), (itemsize, 64, stacked_config(dtype, 6144, [8192]).piece)]
+        for tile in (16, 32, 64, 128):
+            products += [(itemsize, tile, grouped_experts_config(dtype, tile, (6144, 3072)).out)]
+    for itemsize, rows, piece in products:
+        assert piece.num_stages * piece.depth * (rows + piece.columns) * itemsize <= 232_448, (itemsize, rows, piece)
+
+
+def test_sizes_of_a_call_follow_its_rows_and_widths():
+    """Few rows in 16 bits stand on the narrow side of tensor cores; a launch that fills the GPU once has no more."""
+    for rows, least in ((1, 16), (16, 16), (17, 32), (64, 64)):
+        few = ordered_config("bfloat16", rows, False)
+        assert (few.rows, few.columns_first) == (least, True)
+    for many in (ordered_config("bfloat16", 65, True), ordered_config("float32", 1, False)):
+        assert not many.columns_first
+    programs = [stacked_config("bfloat16", 6144, [128 * tiles]).programs for tiles in (63, 64, 132, 133)]
+    assert programs == [264, 132, 132, 264]
+    for dtype, inputs, widths in (
+        ("float32", 6144, [8192]),
+        ("bfloat16", 6144 + 32, [8192]),
+        ("bfloat16", 64, [128, 64]),
+    ):
+        piece = stacked_config(dtype, inputs, widths).piece
+        assert (piece.columns, piece.depth) == (64, 32)
+
+
 def test_work_is_cut_in_as_many_equal_parts_as_there_are_programs_for():
     for tiles in (1, 3, 50):
         for steps in (1, 6, 7, 12):
@@ -325,6 +376,28 @@ def test_a_step_of_selection_fills_registers_of_lanes(interpret, monkeypatch, un
         assert sizes.buffer_rows * folds == sizes.pages
         # A chunk of pages has whole rows, and a whole register can be read from the last one on.
         assert sizes.list_rows == sizes.buffer_rows * -(-10 // sizes.pages) + 8
+
+
+def test_a_schedule_is_the_one_that_is_named_or_that_the_overlap_calls_for(monkeypatch):
+    """A tile's union is walked up to 2.1 times what one query chose, and where a row has not twice as many blocks."""
+    answer = lambda value: (jnp.full((1, 4, 2, 4), value, jnp.float32),)
+    monkeypatch.setattr(sparse_triton, "kv_block_major", lambda **given: answer(1))
+    monkeypatch.setattr(sparse_triton, "walk_unions", lambda *given: answer(2))
+    monkeypatch.setattr(sparse_triton, "query_union", lambda **given: answer(3))
+    q, positions, lengths = array(1, 4, 2, 4), jnp.full((1, 4), 79, jnp.int32), jnp.array([80], jnp.int32)
+    blocks = jnp.zeros((1, 1, 4, 4), jnp.int32)  # a tile of four queries, of four blocks each
+
+    def taken(size, num_blocks=20, schedule="auto"):
+        unions = SimpleNamespace(counts=jnp.stack([0, size]).reshape(1, 1, 1, 2))  # of which none is seen whole
+        monkeypatch.setattr(sparse_triton, "union_blocks", lambda *given: unions)
+        keys = contiguous(array(1, 1, 4 * num_blocks, 4), 4)
+        how = dict(schedule=schedule, backend="triton", interpret=True)
+        return sparse_prefill(q, keys, keys, blocks, positions, lengths, **how)[0][0, 0, 0, 0]
+
+    of_auto = jax.jit(taken)
+    assert [int(of_auto(size)) for size in (4, 8, 9, 16)] == [2, 2, 1, 1]
+    assert taken(16, num_blocks=8) == 3
+    assert [taken(size, schedule=name) for size, name in ((16, "query_union"), (4, "kv_block_major"))] == [3, 1]
 
 
 @pytest.mark.parametrize("splits", [4, 5])
@@ -492,6 +565,111 @@ def test_matrices_that_do_not_fit_are_refused(unchecked):
             check_expert_weights(x, *wrong)
     with pytest.raises(ValueError, match="need one dtype"):
         check_expert_weights(x, gate, gate.astype("bfloat16"), down)
+
+
+def test_every_op_of_attention_refuses_what_does_not_fit(unchecked):
+    """Before its kernel is called: another dtype, other rows of pages, another selection, more queries than a step."""
+    q, pages, blocks = array(2, 3, 4, 8), contiguous(array(2, 2, 12, 8), 4), jnp.zeros((2, 2, 3, 5), jnp.int32)
+    other = paged(array(12, 4, 8).reshape(6, 2, 4, 8), jnp.zeros((3, 3), jnp.int32))
+    of_row = paged(other.pool.reshape(6, 2, 4, 8), jnp.zeros((2, 3), jnp.int32))
+    at, index_q, index_k = (jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32)), array(2, 3, 2, 8), array(6, 4, 8)
+    for op, chosen in ((dense_causal, ()), (dense_decode, ()), (sparse_decode, (blocks,)), (sparse_prefill, (blocks,))):
+        call = partial(op, backend="triton", **({} if chosen else dict(kv_heads=2)))
+        with pytest.raises(ValueError, match="q is bfloat16 of width 8, k float32 of 8"):
+            call(q.astype("bfloat16"), pages, pages, *chosen, *at)
+        for name, k, v in (("k", other, of_row), ("v", of_row, other)):
+            with pytest.raises(ValueError, match=f"{name}: the table has 3 rows and the queries 2"):
+                call(q, k, v, *chosen, *at)
+        wrong = (blocks[:1],) if chosen else ()
+        with pytest.raises(ValueError, match="K a divisor of 4" if chosen else "kv_heads = 3: need a divisor"):
+            call(q, pages, pages, *wrong, *at, **({} if chosen else dict(kv_heads=3)))
+        if op in (dense_decode, sparse_decode):
+            with pytest.raises(ValueError, match="17 queries a row"):
+                call(array(2, 17, 4, 8), pages, pages, *chosen, *at)
+    for op in (index_topk, index_topk_decode):
+        call = partial(op, top_k=3, backend="triton")
+        with pytest.raises(ValueError, match="index_k: the table has 3 rows and the queries 2"):
+            call(index_q, paged(index_k, other.table), *at)
+        with pytest.raises(ValueError, match="index_q is bfloat16 of width 8"):
+            call(index_q.astype("bfloat16"), paged(index_k, of_row.table), *at)
+    with pytest.raises(ValueError, match="17 queries a row"):
+        index_topk_decode(array(2, 17, 2, 8), paged(index_k, of_row.table), *at, top_k=3, backend="triton")
+    heads = Projected(q, *(array(2, 3, 2, 8) for _ in range(3)), array(2, 3, 8))
+    norms = Projected(*(array(8) for _ in range(5)))
+    places = dict(k=of_row, v=of_row, index_k=paged(index_k, of_row.table))
+
+    def insert(heads=heads, angles=4, **wrong):
+        angle = array(2, 3, angles)
+        return qk_norm_rope_insert(
+            heads, norms, angle, angle, *at, **(places | wrong), eps=1e-6, dtype=jnp.float32, backend="triton"
+        )
+
+    for name in places:
+        with pytest.raises(ValueError, match=f"{name}: the table has 3 rows and the queries 2"):
+            insert(**{name: replace(places[name], table=other.table)})
+    narrow = paged(array(6, 2, 4, 4), of_row.table)
+    for wrong in (
+        dict(angles=5), dict(k=narrow), dict(v=narrow), dict(heads=heads._replace(q=array(2, 3, 4, 4))),
+        dict(heads=heads._replace(q=array(2, 3, 3, 8))),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="at most half as many angles as dims"):
+            insert(**wrong)
+    for index_q in (array(2, 3, 2, 4), array(2, 3, 4, 8)):
+        with pytest.raises(ValueError, match="need 2 heads of that width"):
+            insert(heads=heads._replace(index_q=index_q))
+    for wrong in (
+        dict(index_k=None),
+        dict(heads=heads._replace(index_k=None)),
+        dict(heads=heads._replace(index_q=None)),
+    ):
+        with pytest.raises(ValueError, match="come together"):
+            insert(**wrong)
+
+
+def test_every_op_of_experts_refuses_what_does_not_fit(unchecked):
+    """Before its kernel is called: matrices of other widths, and scales of other blocks, of each matrix."""
+    x, layer, ids = array(3, 64), jnp.int32(0), jnp.zeros((3, 1), jnp.int32)
+    gate = array(2, 5, 64, 32)
+    how, tiles = dict(activate=lambda gate, up: gate, backend="triton"), jnp.zeros((1, 16), jnp.int32)
+    expert, count = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
+    places = layer, expert, tiles, count
+    for call in (
+        lambda *w: few_experts(x, *w, layer, ids, **how),
+        lambda *w: grouped_experts(x, *w, *places, num_chosen=1, **how),
+        lambda *w: expert_tiles(
+            x[None], *w, layer, expert, count[0], x[None, :, 0], **(how | dict(backend="mosaic_tpu"))
+        ),
+    ):
+        with pytest.raises(ValueError, match="with D = 64"):
+            call(gate, gate, gate)
+    codes = lambda i, o: Weights(array(2, 5, i, o, dtype="uint8"), array(2, 5, i // 32, o, dtype="uint8"))
+    short, places_of_one = codes(64, 64), (layer, expert, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))
+    for call in (
+        lambda *w: mxfp8_experts(x.astype("bfloat16"), *w, *places_of_one, **how),
+        lambda *w: mxfp8_grouped(x.astype("bfloat16"), *w, *places, num_chosen=1, **how),
+    ):
+        for place, name in enumerate(("gate", "up", "down")):
+            weights = [short] * 3
+            weights[place] = short._replace(scales=short.scales[:, :, :1])
+            with pytest.raises(ValueError, match=f"{name} has codes .* for every 32 input channels"):
+                call(*weights)
+        with pytest.raises(ValueError, match="with D = 64"):
+            call(short, short, codes(32, 64))
+    one = Weights(*(w[:, 0] for w in short))
+    wrong = one._replace(scales=one.scales[:, :1])
+    for call in (
+        lambda w: mxfp8_numbers(w, layer, jnp.bfloat16, backend="triton"),
+        lambda w: mxfp8_project(x.astype("bfloat16"), [one, w], layer, backend="triton"),
+    ):
+        with pytest.raises(ValueError, match=r"weights.* has codes .* for every 32 input channels"):
+            call(wrong)
+    for op, weights in ((mxfp8_experts, [short] * 3), (mxfp8_project, None)):
+        tpu = how | dict(backend="mosaic_tpu")
+        with pytest.raises(ValueError, match="a TPU kernel needs a multiple of"):
+            if weights:
+                op(x.astype("bfloat16"), *weights, *places_of_one, **tpu)
+            else:
+                op(x.astype("bfloat16"), [one], layer, backend="mosaic_tpu")
 
 
 def test_a_pool_of_bytes_is_within_reach(unchecked):
