@@ -101,19 +101,20 @@ def test_only_held_blocks_stay_in_a_selection():
 def test_virtual_pages_are_the_pages_of_single_heads():
     """Of each (row, KV head): the pages selected, in order, and the tokens up to the query's own in the last."""
     pages = normal(2, 6, KV_HEADS, SIZE, WIDTH)  # [L X K P H]
-    table = ints([5, 2, 1], [0, 3, 4], [1, 5, 0])
+    table = ints([5, 2, 1], [0, 3, 4], [1, 5, 0], [2, 0, 0], [3, 0, 0])
     view = views.Paged(*map(jnp.asarray, (pages, pages + 1)), None, jnp.int32(1), table, jnp.float32)
-    blocks = ints([[0, 2], [1, 2]], [[0, -1], [0, -1]], [[0, 1], [0, 1]])
-    found = virtual_pages(view, blocks, ints(9, 3, 7), ints(10, 4, 7))
+    blocks = ints([[0, 2], [1, 2]], [[0, -1], [0, -1]], [[0, 1], [0, 1]], *[[[0, -1], [0, -1]]] * 2)
+    found = virtual_pages(view, blocks, ints(9, 3, 7, 0, -1), ints(10, 4, 7, 1, 1))
     of_heads = lambda x: x[1].reshape(-1, SIZE, WIDTH)
     np.testing.assert_array_equal(found.k, of_heads(pages))
     np.testing.assert_array_equal(found.v, of_heads(pages + 1))
-    own = [[5, 1], [2, 1], [0, 0], [0, 0], [1, 5], [1, 5]]
+    own = [[5, 1], [2, 1], [0, 0], [0, 0], [1, 5], [1, 5], [2, 0], [2, 0], [3, 0], [3, 0]]
     expected = [[page * KV_HEADS + row % KV_HEADS for page in pages] for row, pages in enumerate(own)]
-    for row in (2, 3):  # an unused slot names page 0
+    for row in (2, 3, 6, 7, 8, 9):  # an unused slot names page 0
         expected[row][1] = 0
     assert found.table.tolist() == expected
-    assert found.lengths.tolist() == [6, 6, 4, 4, 0, 0]  # the last row's query is behind its keys
+    # The third row's query is behind its keys, the fourth's is the first token, and the last row's is padding.
+    assert found.lengths.tolist() == [6, 6, 4, 4, 0, 0, 1, 1, 0, 0]
 
 
 # Shares: devices as an axis that is mapped over
@@ -224,10 +225,15 @@ def test_joined_blocks_are_those_of_whole_rows():
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_products_of_few_and_many_queries_are_einsum_s_on_every_platform(platform, monkeypatch):
     """The three ways differ in what is padded and which side comes first, never in what is computed."""
+    specs, einsum = [], numerics.einsum
+    monkeypatch.setattr(numerics, "einsum", lambda spec, *factors: specs.append(spec) or einsum(spec, *factors))
     monkeypatch.setattr(numerics, "platform", lambda: platform)
     for leading, rows in (((), 1), ((2,), 7), ((2, 3), 8), ((3,), 16), ((2,), 17)):
         queries, keys = normal(*leading, rows, 6), normal(*leading, 5, 6, seed=1)
+        specs.clear()
         found = dot_scores(jnp.asarray(queries), jnp.asarray(keys))
+        is_left = rows > 16 or (platform == "tpu" and rows < 8)
+        assert specs == ["...rh,...ch->...rc" if is_left else "...ch,...rh->...cr"], rows
         np.testing.assert_allclose(found, np.einsum("...rh,...ch->...rc", queries, keys), rtol=1e-5, atol=1e-6)
         assert found.shape == (*leading, rows, 5)
 
