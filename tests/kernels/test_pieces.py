@@ -34,6 +34,7 @@ from pallas_kernels.few_experts import few_experts
 from pallas_kernels.few_experts.triton import default_config as few_experts_config
 from pallas_kernels.gradient import with_gradient
 from pallas_kernels.grouped_experts import grouped_experts
+from pallas_kernels.grouped_experts import triton as grouped_triton
 from pallas_kernels.grouped_experts.triton import default_config as grouped_experts_config
 from pallas_kernels.grouped_outer.triton import default_config as grouped_outer_config
 from pallas_kernels.grouped_product.triton import default_config as grouped_product_config
@@ -41,10 +42,12 @@ from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk import mosaic_tpu as index_tpu
 from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.index_topk_decode import mosaic_tpu as index_decode_tpu
+from pallas_kernels.index_topk_decode.triton.best_blocks import Rules
 from pallas_kernels.mosaic_common import Chip
 from pallas_kernels.mxfp8 import Weights, check_weights
 from pallas_kernels.mxfp8_experts import mxfp8_experts
 from pallas_kernels.mxfp8_grouped import mxfp8_grouped
+from pallas_kernels.mxfp8_grouped import triton as mxfp8_triton
 from pallas_kernels.mxfp8_numbers import mxfp8_numbers
 from pallas_kernels.mxfp8_project import mxfp8_project
 from pallas_kernels.numbers import E4M3_MAX, can_reach, power_of_two
@@ -321,6 +324,9 @@ def test_sizes_of_a_call_follow_its_rows_and_widths():
         assert (few.rows, few.columns_first) == (least, True)
     for many in (ordered_config("bfloat16", 65, True), ordered_config("float32", 1, False)):
         assert not many.columns_first
+    for dtype, tile in (("float32", 32), ("bfloat16", 64)):  # higher tiles have fewer columns of gate and of up each
+        lower, higher = (grouped_experts_config(dtype, tokens, (6144, 3072)).hidden for tokens in (tile, 2 * tile))
+        assert lower.columns == 2 * higher.columns
     programs = [stacked_config("bfloat16", 6144, [128 * tiles]).programs for tiles in (63, 64, 132, 133)]
     assert programs == [264, 132, 132, 264]
     for dtype, inputs, widths in (
@@ -330,6 +336,31 @@ def test_sizes_of_a_call_follow_its_rows_and_widths():
     ):
         piece = stacked_config(dtype, inputs, widths).piece
         assert (piece.columns, piece.depth) == (64, 32)
+
+
+@pytest.mark.parametrize(
+    ("module", "uncut", "tile", "low"),
+    [(grouped_triton, 64, 128, 64), (mxfp8_triton, 16, 64, 32)],
+    ids=["16 bits", "8"],
+)
+def test_a_tile_is_multiplied_as_high_as_it_needs(module, uncut, tile, low, unchecked):
+    """All rows, or as few as one product takes; a low tile is never cut, and none is multiplied for no pair."""
+    for tokens in (uncut, tile):
+        for count in range(tokens + 1):
+            heights = []
+            module._as_high_as_needed(heights.append, count, tokens)
+            expected = [] if count == 0 else [low if tokens == tile and count <= low else tokens]
+            assert heights == expected, (tokens, count)
+
+
+def test_groups_of_blocks_have_room_for_their_part_of_a_row():
+    """They are looked through first where there are many, and where the best ones hold at most half of a row."""
+    rules = Rules(heads=1, block_size=4, top_k=3, local_blocks=1, init_blocks=0, splits=10, few_blocks=80)
+    for blocks in (0, 1, 10, 11, 80, 81):
+        assert rules.per_split(jnp.int32(blocks)) == -(-blocks // 10)
+        assert rules.group_width(blocks) == power_of_two(-(-blocks // 10))
+    assert [rules.takes_groups(blocks) for blocks in (80, 81, 127, 128, 129)] == [False, False, False, True, True]
+    assert not replace(rules, few_blocks=128).takes_groups(128)
 
 
 def test_work_is_cut_in_as_many_equal_parts_as_there_are_programs_for():

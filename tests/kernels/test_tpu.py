@@ -49,6 +49,7 @@ from pallas_kernels.index_topk import index_topk as index_kernel
 from pallas_kernels.index_topk.mosaic_tpu import Config as IndexConfig
 from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.index_topk_decode.mosaic_tpu import Config as IndexDecodeConfig
+from pallas_kernels.mosaic_common import Chip
 from pallas_kernels.pages import paged
 from pallas_kernels.qk_norm_rope_insert import qk_norm_rope_insert
 from pallas_kernels.sparse_decode import mosaic_tpu as decode_tpu
@@ -516,6 +517,32 @@ def test_an_estimate_counts_the_pages_of_keys_and_of_values(name, pages):
     copied = 2 * pages * GROUPED.P * GROUPED.H * 4  # in float32
     moved = copied + fetched_by_index_maps(call) + in_scalar_memory
     assert call.params["cost_estimate"].bytes_accessed == pytest.approx(moved, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "count"), [("dense", 2), ("query_union", 4), ("index", 1)])
+def test_each_step_of_several_cores_has_blocks_of_its_own(name, count, monkeypatch):
+    """Three cores share the steps, and some only fill up their shares: no block lies outside of its array."""
+    monkeypatch.setattr(Chip, "current", lambda interpret: Chip(3, 32 << 20))
+    fn, *args = call_that_reads_all(name)
+    (call,) = (
+        eqn for eqn in all_equations(jax.jit(fn).trace(*args).jaxpr.jaxpr) if eqn.primitive.name == "pallas_call"
+    )
+    mapping = call.params["grid_mapping"]
+    cores, per_core = mapping.grid
+    assert (cores, per_core) == (3, -(-count // 3))
+    # In the order in which steps are numbered.
+    steps = [(np.int32(core), np.int32(i)) for i in range(per_core) for core in range(cores)]
+    for number, block in enumerate(mapping.block_mappings):
+        if block.block_aval.memory_space == pl.ANY:
+            continue
+        shape, size, of_step = block.array_aval.shape, block.block_aval.inner_aval.shape, block.index_map_jaxpr
+        unread = [0] * (len(of_step.in_avals) - 2)  # lists that drive copies by hand alone
+        places = [tuple(map(int, jax.core.eval_jaxpr(of_step.jaxpr, of_step.consts, *step, *unread))) for step in steps]
+        starts = np.array(places) * size
+        assert ((starts >= 0) & (starts < shape)).all(), (number, places)
+        if number >= mapping.num_inputs:
+            own = places[:count]
+            assert len({*own}) == count and not {*own} & {*places[count:]}, (number, places)
 
 
 def test_wrong_operands_are_refused(unchecked):
