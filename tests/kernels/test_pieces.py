@@ -40,8 +40,10 @@ from pallas_kernels.grouped_outer.triton import default_config as grouped_outer_
 from pallas_kernels.grouped_product.triton import default_config as grouped_product_config
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk import mosaic_tpu as index_tpu
+from pallas_kernels.index_topk.triton import default_config as index_config
 from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.index_topk_decode import mosaic_tpu as index_decode_tpu
+from pallas_kernels.index_topk_decode.triton import default_config as index_decode_config
 from pallas_kernels.index_topk_decode.triton.best_blocks import Rules
 from pallas_kernels.mosaic_common import Chip
 from pallas_kernels.mxfp8 import Weights, check_weights
@@ -62,6 +64,8 @@ from pallas_kernels.sparse_decode.triton.attend import default_config as decode_
 from pallas_kernels.sparse_decode.triton.merge import merge
 from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill import triton as sparse_triton
+from pallas_kernels.sparse_prefill.triton.kv_block_major import default_config as block_config
+from pallas_kernels.sparse_prefill.triton.query_union import default_config as union_config
 from pallas_kernels.stacked_project import MOST_ROWS, stacked_project
 from pallas_kernels.stacked_project.triton import default_config as stacked_config
 from pallas_kernels.triton_project import num_splits
@@ -286,8 +290,11 @@ def test_sizes_of_programs_are_powers_of_two():
     assert len(by_default) >= 12
     wide, narrow = (6144, 3072), (192, 64)
     of_calls = [
-        *(grouped_product_config(dtype) for dtype in ("float32", "bfloat16")),
-        *(grouped_outer_config(dtype) for dtype in ("float32", "bfloat16")),
+        *(
+            config(jnp.dtype(dtype)) for dtype in ("float32", "bfloat16", E4M3)
+            for config in (grouped_product_config, grouped_outer_config, index_config, index_decode_config,
+                           union_config, block_config)
+        ),
         *(ordered_config(dtype, rows, dtype != "float32" and is_mxfp8) for dtype in ("float32", "bfloat16")
           for rows in (1, 5, 64, 4096) for is_mxfp8 in (True, False)),
         *(stacked_config(dtype, 6144, widths) for dtype in ("float32", "bfloat16")
@@ -324,6 +331,15 @@ def test_sizes_of_a_call_follow_its_rows_and_widths():
         assert (few.rows, few.columns_first) == (least, True)
     for many in (ordered_config("bfloat16", 65, True), ordered_config("float32", 1, False)):
         assert not many.columns_first
+    index, union, by_block = (
+        (config(jnp.dtype("float32")), config(jnp.dtype("bfloat16")))
+        for config in (index_config, union_config, block_config)
+    )
+    assert all(narrow.keys < wide.keys for narrow, wide in (index, union)) and index[0].rows < index[1].rows
+    assert all(narrow.tokens < wide.tokens for narrow, wide in (union, by_block))
+    assert [config.num_stages for config in (*by_block, union[0])] == [1, 3, 1]
+    one_byte, two_bytes = (index_decode_config(jnp.dtype(dtype)) for dtype in (E4M3, "bfloat16"))
+    assert (one_byte.programs, 2 * one_byte.num_warps) == (2 * two_bytes.programs, two_bytes.num_warps)
     for dtype, tile in (("float32", 32), ("bfloat16", 64)):  # higher tiles have fewer columns of gate and of up each
         lower, higher = (grouped_experts_config(dtype, tokens, (6144, 3072)).hidden for tokens in (tile, 2 * tile))
         assert lower.columns == 2 * higher.columns
