@@ -519,6 +519,37 @@ def test_an_estimate_counts_the_pages_of_keys_and_of_values(name, pages):
     assert call.params["cost_estimate"].bytes_accessed == pytest.approx(moved, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_selection_has_the_shape_and_its_keys_the_dtype_that_are_promised(name):
+    """Traced alone: bfloat16 queries of one-byte keys, forced blocks, and a last tile that is not full."""
+    shape, op = replace(SMALL, T=FEW if name == "decode" else 7), INDEX[name]["op"]
+    index_q = jax.ShapeDtypeStruct((shape.B, shape.T, shape.K, shape.H), jnp.bfloat16)
+    memory = jax.ShapeDtypeStruct((2, 9, shape.P, shape.H), jnp.float8_e4m3fn)
+    table, positions, lengths = (jax.ShapeDtypeStruct((shape.B, *n), jnp.int32) for n in ((shape.M,), (shape.T,), ()))
+    options = dict(INDEX[name], top_k=shape.J, local_blocks=2, return_keys=True)
+    del options["op"]
+    call = lambda q, k, table, *at: op(q, view(k, table, shape.P), *at, interpret=STRICT, **options)
+    found = jax.eval_shape(call, index_q, memory, table, positions, lengths)
+    chosen = (shape.B, shape.K, shape.T, shape.J)
+    assert [(x.shape, x.dtype) for x in found] == [(chosen, jnp.int32), (chosen, jnp.float32)]
+
+
+def test_attention_by_blocks_has_the_shape_and_dtype_that_are_promised():
+    """Traced alone: queries in bfloat16, in chunks of which the last is not full."""
+    shape = replace(SMALL, T=7)
+    q = jax.ShapeDtypeStruct((shape.B, shape.T, shape.N, shape.H), jnp.bfloat16)
+    memory = jax.ShapeDtypeStruct((2, 9, shape.K, shape.P, shape.H), jnp.bfloat16)
+    blocks = jax.ShapeDtypeStruct((shape.B, shape.K, shape.T, shape.J), jnp.int32)
+    table, positions, lengths = (jax.ShapeDtypeStruct((shape.B, *n), jnp.int32) for n in ((shape.M,), (shape.T,), ()))
+
+    def call(q, k, table, *rest):
+        pages, how = view(k, table, shape.P), dict(chunk=4, config=Config(tokens=4))
+        return kv_block_major(q, pages, pages, *rest, return_lse=True, interpret=STRICT, **how)
+
+    found = jax.eval_shape(call, q, memory, table, blocks, positions, lengths)
+    assert [(x.shape, x.dtype) for x in found] == [(q.shape, jnp.bfloat16), (q.shape[:-1], jnp.float32)]
+
+
 @pytest.mark.parametrize(("name", "count"), [("dense", 2), ("query_union", 4), ("index", 1)])
 def test_each_step_of_several_cores_has_blocks_of_its_own(name, count, monkeypatch):
     """Three cores share the steps, and some only fill up their shares: no block lies outside of its array."""
