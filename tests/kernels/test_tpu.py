@@ -519,13 +519,15 @@ def test_an_estimate_counts_the_pages_of_keys_and_of_values(name, pages):
     assert call.params["cost_estimate"].bytes_accessed == pytest.approx(moved, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode"])
-def test_a_selection_has_the_shape_and_its_keys_the_dtype_that_are_promised(name):
+@pytest.mark.parametrize(("name", "layout"), [("prefill", "paged"), ("prefill", "contiguous"), ("decode", "paged")])
+def test_a_selection_has_the_shape_and_its_keys_the_dtype_that_are_promised(name, layout):
     """Traced alone: bfloat16 queries of one-byte keys, forced blocks, and a last tile that is not full."""
     shape, op = replace(SMALL, T=FEW if name == "decode" else 7), INDEX[name]["op"]
     index_q = jax.ShapeDtypeStruct((shape.B, shape.T, shape.K, shape.H), jnp.bfloat16)
-    memory = jax.ShapeDtypeStruct((2, 9, shape.P, shape.H), jnp.float8_e4m3fn)
+    sizes = (9, shape.P) if layout == "paged" else (shape.B, shape.M * shape.P)
+    memory = jax.ShapeDtypeStruct((2, *sizes, shape.H), jnp.float8_e4m3fn)
     table, positions, lengths = (jax.ShapeDtypeStruct((shape.B, *n), jnp.int32) for n in ((shape.M,), (shape.T,), ()))
+    table = table if layout == "paged" else None
     options = dict(INDEX[name], top_k=shape.J, local_blocks=2, return_keys=True)
     del options["op"]
     call = lambda q, k, table, *at: op(q, view(k, table, shape.P), *at, interpret=STRICT, **options)
@@ -552,7 +554,7 @@ def test_attention_by_blocks_has_the_shape_and_dtype_that_are_promised():
 
 @pytest.mark.parametrize(("name", "count"), [("dense", 2), ("query_union", 4), ("index", 1)])
 def test_each_step_of_several_cores_has_blocks_of_its_own(name, count, monkeypatch):
-    """Three cores share the steps, and some only fill up their shares: no block lies outside of its array."""
+    """Three cores share the steps, and some only fill up their shares: all blocks are whole ones of their arrays."""
     monkeypatch.setattr(Chip, "current", lambda interpret: Chip(3, 32 << 20))
     fn, *args = call_that_reads_all(name)
     (call,) = (
@@ -569,6 +571,7 @@ def test_each_step_of_several_cores_has_blocks_of_its_own(name, count, monkeypat
         shape, size, of_step = block.array_aval.shape, block.block_aval.inner_aval.shape, block.index_map_jaxpr
         unread = [0] * (len(of_step.in_avals) - 2)  # lists that drive copies by hand alone
         places = [tuple(map(int, jax.core.eval_jaxpr(of_step.jaxpr, of_step.consts, *step, *unread))) for step in steps]
+        assert not any(np.remainder(shape, size)), (number, shape, size)
         starts = np.array(places) * size
         assert ((starts >= 0) & (starts < shape)).all(), (number, places)
         if number >= mapping.num_inputs:
