@@ -1,10 +1,12 @@
 """The pieces between a model and its kernels by themselves: where a call runs, named values, what is kept of layers."""
 
+import ast
 import gc
 import re
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -166,6 +168,14 @@ def test_the_reasons_name_the_call_s_numbers():
     assert replace(TILES, tokens=255).why_not("mosaic_tpu") == "255 tokens (it has 256 or more)"
 
 
+def test_a_path_by_name_is_held_to_what_its_kernel_takes_and_not_to_what_is_fastest(monkeypatch):
+    monkeypatch.setattr(measured, "LAUNCH_BOUND_TOKENS", 100)
+    for by_name, most in ((True, 100), (False, 64)):
+        few = replace(FEW, by_name=by_name)
+        assert replace(few, tokens=most).why_not("triton") is None
+        assert replace(few, tokens=most + 1).why_not("triton") == f"{most + 1} tokens (it has up to {most})"
+
+
 def test_a_name_counts_for_pages_alone(monkeypatch):
     """Attention by name runs or is refused; products, norms, routers, experts and whole models go to XLA in silence."""
     for case in (PRODUCT, MXFP8_PRODUCT, EXPERTS, FEW, MXFP8_EXPERTS, ADD_NORM, ROUTER, ORDERED):
@@ -184,6 +194,8 @@ def test_a_name_counts_for_pages_alone(monkeypatch):
         backends.check_backend("mosaic_tpu")
     backends.check_backend("triton")
     backends.check_backend("xla")
+    with pytest.raises(ValueError, match="backend = 'cuda': allowed are"):
+        backends.check_backend("cuda")
     with interpret("how"):
         assert backends.interpreted() == "how"
     assert backends.interpreted() is False
@@ -261,6 +273,15 @@ def test_few_queries_gather_their_blocks_and_many_are_sorted_by_block(monkeypatc
     assert taken == ["query_major", "blockwise"] * 2 + ["kv_block_major", "blockwise"]
 
 
+def test_no_function_of_a_mesh_is_checked_for_what_differs_between_devices():
+    """What `jax.shard_map` checks of them it cannot know of a kernel inside, which it would refuse."""
+    sources = [path.read_text(encoding="utf-8") for path in Path(m3jax.__file__).parent.rglob("*.py")]
+    calls = [node for source in sources if "shard_map" in source for node in ast.walk(ast.parse(source))]
+    calls = [x for x in calls if isinstance(x, ast.Call) and ast.unparse(x.func) == "jax.shard_map"]
+    given = [{option.arg: ast.unparse(option.value) for option in call.keywords} for call in calls]
+    assert len(given) >= 5 and all(options.get("check_vma") == "False" for options in given), given
+
+
 def test_a_call_is_divided_by_two_devices_and_more():
     """Then the tower's attention is XLA's, as where a model is to keep to XLA or to one order of sums."""
     one, two = (Mesh(np.array(jax.devices()[:n]), ("tensor",)) for n in (1, 2))
@@ -270,6 +291,7 @@ def test_a_call_is_divided_by_two_devices_and_more():
     ways = dict(backend="xla"), dict(invariant=True), dict(backend="triton")
     assert [Compute(**way).tower_backend for way in ways] == ["xla", "xla", "auto"]
     assert Compute(invariant=True).token_tile == TOKEN_TILE["cpu"]
+    assert (Compute().remat, Compute().invariant) == (False, False)
 
 
 def test_layers_are_taken_apart_for_steps_on_a_gpu_but_not_in_tiles(monkeypatch):
