@@ -1,6 +1,7 @@
 """The pieces of MSA by themselves, with few numbers: views and their rows, walks, shares inside a schedule, checks."""
 
 from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,9 @@ from m3jax.msa.definition import block_scores, dense_attention, select_blocks, s
 from m3jax.msa.definition import msa as msa_of_all
 from m3jax.msa.rules import check_chosen, check_lengths, check_numbers, check_rows, check_score_shape
 from m3jax.msa.schedules import lanes, layout
+from m3jax.msa.schedules.blockwise import _attend_chunk as attend_chunk
 from m3jax.msa.schedules.blockwise import blockwise
-from m3jax.msa.schedules.index_walk import index_walk
+from m3jax.msa.schedules.index_walk import index_walk, walk_scores
 from m3jax.msa.schedules.lanes import invariant, invariant_all, select_invariant
 from m3jax.msa.schedules.query_major import query_major
 from m3jax.msa.share import Share
@@ -292,6 +294,65 @@ def test_pieces_of_a_walk_join_to_the_whole(axis):
         assert set(seen) == {min(chunk, 5)}
 
 
+def test_what_is_one_piece_is_handed_on_as_it_is():
+    x = jnp.ones((3, 2))
+    for chunk in (3, 8):
+        assert chunks.map_chunks(lambda piece: piece, chunk, 0, x) is x
+
+
+@pytest.mark.parametrize(("platform", "times"), [("cpu", 1), ("gpu", 64), ("tpu", 64)])
+def test_pieces_of_keys_are_as_long_as_the_platform_and_few_queries_allow(platform, times, monkeypatch):
+    """In blocks of 1,024 keys: of up to 32 rows of queries in attention, and of up to 128 in scores, more at once."""
+    monkeypatch.setattr(chunks, "platform", lambda: platform)
+    taken = []
+    for view in (views.Contiguous, views.ContiguousIndex):
+        run = view.run
+        counted = lambda self, first, count, run=run: taken.append(count) or run(self, first, count)
+        monkeypatch.setattr(view, "run", counted)
+    of = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    attend = lambda q, k, *at: blockwise(q, msa.contiguous(k, k, 1024), *at)
+    score = lambda q, k, *at: walk_scores(q, msa.contiguous_index(k[:, :, 0], 1024), *at)
+    for fn, few, most in ((attend, 32, times), (score, 128, 4 * times)):
+        for rows, blocks in ((few, most), (few + 1, 1)):
+            at = of(rows, 1, dtype=jnp.int32), of(rows, dtype=jnp.int32)
+            jax.eval_shape(fn, of(rows, 1, 1, 1), of(rows, 300 * 1024, 1, 1), *at)
+            assert {*taken} == {blocks}, (fn, rows)
+            taken.clear()
+
+
+@pytest.mark.parametrize(("platform", "by_halves"), [("cpu", "scan"), ("gpu", "scan_unrolled"), ("tpu", "scan")])
+def test_many_values_are_searched_by_halves_and_few_by_comparing_all(platform, by_halves, monkeypatch):
+    for module in (chunks, inversion):
+        monkeypatch.setattr(module, "platform", lambda: platform)
+    methods = []
+    take = lambda x, values, side, method: methods.append(method) or jnp.zeros(values.shape, jnp.int32)
+    monkeypatch.setattr(jnp, "searchsorted", take)
+    most = 1 << 19 if platform == "cpu" else 1 << 25
+    for size in (most // 2, most // 2 + 1):
+        ascending, values = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (size, 2))
+        jax.eval_shape(lambda x, y: inversion._search(x, y, "left"), ascending, values)
+    assert methods == ["compare_all", by_halves]
+
+
+def test_a_piece_is_read_from_its_first_key_on(monkeypatch):
+    """By a query at the last key of a piece, and at the first one of the next: pieces are single blocks here."""
+    q, k, v = normal(1, 1, 2, 4), normal(1, 12, 1, 4, seed=1), normal(1, 12, 1, 4, seed=2)
+    monkeypatch.setattr(import_module("m3jax.msa.schedules.index_walk"), "_KEY_CHUNK", 1)  # times four, of few queries
+    attend = jax.jit(lambda *at: attend_chunk(jnp.asarray(q), msa.contiguous(*map(jnp.asarray, (k, v)), SIZE), *at, 1))
+    index_q, index_k = jnp.asarray(q[:, :, :1]), jnp.asarray(k[:, :, 0])
+    scores = jax.jit(lambda *at: walk_scores(index_q, msa.contiguous_index(index_k, SIZE), *at))
+    for position in (0, SIZE - 1, SIZE, 2 * SIZE - 1, 2 * SIZE):
+        at, seen = (ints([position]), ints(position + 1)), np.arange(12) <= position
+        out, lse = attend(*at)
+        products = np.where(seen, q[0, 0] @ k[0, :, 0].T, -np.inf)  # [N S]
+        weights = np.exp(products / 2)
+        np.testing.assert_allclose(
+            out[0, 0], weights @ v[0, :, 0] / weights.sum(1, keepdims=True), rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(lse[0, 0], np.log(weights.sum(1)), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(scores(*at)[0, 0, 0], products[0].reshape(3, SIZE).max(1), rtol=1e-5, atol=1e-6)
+
+
 def test_pieces_are_powers_of_two_within_the_budget():
     for elements, per_row, num_rows in np.ndindex(40, 9, 12):
         rows = chunks.rows_within(elements, per_row, num_rows)
@@ -310,6 +371,14 @@ def found_by(check, *arguments) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_numbers_are_looked_at_under_checks_alone():
+    """Elsewhere a look would fetch them from the device at every call."""
+    check_lengths(ints(8), 7)
+    check_rows(ints([5, 6]), ints(5))
+    check_numbers(dict(positions=ints([0]), lengths=ints(1), q=jnp.full((1, 1, 1, 1), jnp.nan)))
+    check_chosen(ints([[[9]]]), ints([0]), ints(1), 4, SIZE)
 
 
 def test_lengths_from_none_to_all_keys_pass():
