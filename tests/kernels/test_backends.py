@@ -52,6 +52,7 @@ def test_an_option_of_an_op_is_off_where_it_is_not_named(name):
     op = getattr(importlib.import_module(f"pallas_kernels.{name}"), name)
     defaults = {key: parameter.default for key, parameter in inspect.signature(op).parameters.items()}
     assert defaults["interpret"] is False and defaults["backend"] is inspect.Parameter.empty
+    assert (defaults.get("local_blocks", 1), defaults.get("init_blocks", 0)) == (1, 0)
     assert True not in [default for default in defaults.values() if isinstance(default, bool)], defaults
 
 

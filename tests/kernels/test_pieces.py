@@ -68,6 +68,7 @@ from pallas_kernels.sparse_prefill.triton.kv_block_major import default_config a
 from pallas_kernels.sparse_prefill.triton.query_union import default_config as union_config
 from pallas_kernels.stacked_project import MOST_ROWS, stacked_project
 from pallas_kernels.stacked_project.triton import default_config as stacked_config
+from pallas_kernels.triton_mxfp8 import FewConfig, FragmentConfig
 from pallas_kernels.triton_project import num_splits
 
 E4M3 = jnp.float8_e4m3fn
@@ -141,7 +142,7 @@ def test_padding_has_no_position():
 # Numbers
 
 
-def test_numbers_of_every_backend():
+def test_numbers_of_every_backend(monkeypatch):
     assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, 16]
     assert [can_reach(2**n + m) for n in (31, 32) for m in (-1, 0, 1)] == [True, False, False, False, False, True]
     x = jnp.arange(12, dtype=jnp.int32)
@@ -154,6 +155,9 @@ def test_numbers_of_every_backend():
     chip = Chip(2, 1 << 20)
     assert [chip.steps_per_core(count) for count in (1, 2, 3)] == [1, 1, 2]
     assert chip.compiler_params("parallel").vmem_limit_bytes == 1 << 20 and Chip.current(True) == Chip(1, 32 << 20)
+    own = SimpleNamespace(num_cores=2, vmem_capacity_bytes=1 << 27)
+    monkeypatch.setattr(mosaic_common.pltpu, "get_tpu_info", lambda: own)
+    assert Chip.current(False) == Chip(2, 1 << 26)  # half of VMEM
     assert mosaic_common.pad_steps(jnp.ones((2, 1)), 4, 7).tolist() == [[1], [1], [7], [7]]
     for module, unit in ((mosaic_common, 1.0), (triton_common, np.log2(np.e))):  # of a score in exponents
         is_seen, total = module.divisor(jnp.array([0.0, 2.0, jnp.nan]))
@@ -284,9 +288,9 @@ def test_sizes_of_programs_are_powers_of_two():
         import_module(f"pallas_kernels.{path.parent.parent.name}.{path.parent.name}").LIMITS.config
         for path in sorted(Path(pallas_kernels.__file__).parent.glob("*/*/__init__.py"))
     ]
-    by_default = [
-        config() for config in {*of_ops} - {None} if all(field.default is not MISSING for field in fields(config))
-    ]
+    of_kernels = {*of_ops, FewConfig, FragmentConfig} - {None}
+    has_defaults = lambda config: all(field.default is not MISSING for field in fields(config))
+    by_default = [config() for config in of_kernels if has_defaults(config)]
     assert len(by_default) >= 12
     wide, narrow = (6144, 3072), (192, 64)
     of_calls = [
