@@ -211,7 +211,7 @@ def test_dense_decode_is_that_of_the_definition(case):
     check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
 
 
-@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("near", [pytest.param(True, marks=further), False])  # near: the walk of query_union
 def test_auto_takes_the_schedule_that_the_overlap_calls_for(near):
     """Both branches give the definition's result, and one of them the very bits of kv_block_major."""
     shape = replace(GROUPED, B=1, T=40, S=160, P=4, J=3)
