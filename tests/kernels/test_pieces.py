@@ -315,15 +315,19 @@ def test_sizes_of_programs_are_powers_of_two():
 
 def test_what_a_product_fetches_ahead_fits_shared_memory():
     """Pieces of rows and of a matrix in all stages, of 32 bits too; a TPU's kernels have no stages."""
-    products = []
+    products, of_both = [], lambda piece: replace(piece, columns=2 * piece.columns)  # gate and up
     for itemsize, dtype in ((2, "bfloat16"), (4, "float32")):
         product, outer = grouped_product_config(dtype), grouped_outer_config(dtype)
         few = few_experts_config(dtype, (6144, 3072), 4)
         of_outer = replace(few.out, columns=outer.right, depth=outer.depth, num_stages=outer.num_stages)
         products += [(itemsize, product.rows, product.piece), (itemsize, outer.left, of_outer)]
-        products += [(itemsize, 64, few.out), (itemsize, 64, stacked_config(dtype, 6144, [8192]).piece)]
+        products += [(itemsize, 64, stacked_config(dtype, 6144, widths).piece) for widths in ([8192], [64], [65536])]
         for tile in (16, 32, 64, 128):
-            products += [(itemsize, tile, grouped_experts_config(dtype, tile, (6144, 3072)).out)]
+            grouped = grouped_experts_config(dtype, tile, (6144, 3072))
+            products += [(itemsize, tile, grouped.out), (itemsize, tile, of_both(grouped.hidden))]
+        for pairs in (1, 4):
+            few = few_experts_config(dtype, (6144, 3072), pairs)
+            products += [(itemsize, 64, few.out), (itemsize, 64, of_both(few.hidden))]
     for itemsize, rows, piece in products:
         assert piece.num_stages * piece.depth * (rows + piece.columns) * itemsize <= 232_448, (itemsize, rows, piece)
 
