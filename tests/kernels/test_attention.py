@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from pallas_kernels.sparse_decode.triton import Config as DecodeConfig
 from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill.triton import Config, kv_block_major
 
+by_block = import_module("pallas_kernels.sparse_prefill.triton.kv_block_major")  # its function has its name
 further = pytest.mark.further
 TILE = Config(tokens=4, keys=4)
 KERNELS = {
@@ -40,6 +42,12 @@ every_kernel = pytest.mark.parametrize(
 few = settings(max_examples=4)
 # Rows of whole blocks in pages, which most tests here share, and rows with a last block that is not whole.
 SHAPES = dict(contiguous=RAGGED, paged=GROUPED)
+
+
+@pytest.fixture(autouse=True)
+def small_works(monkeypatch):
+    """Two tiles of queries share one load of a block, so that most blocks are loaded by several programs."""
+    monkeypatch.setattr(by_block, "_WORK_TILES", 2)
 
 
 def fitting(case: Case, options: dict) -> Case:
@@ -203,7 +211,7 @@ def test_dense_decode_is_that_of_the_definition(case):
     check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
 
 
-@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("near", [pytest.param(True, marks=further), False])  # near: the walk of query_union
 def test_auto_takes_the_schedule_that_the_overlap_calls_for(near):
     """Both branches give the definition's result, and one of them the very bits of kv_block_major."""
     shape = replace(GROUPED, B=1, T=40, S=160, P=4, J=3)

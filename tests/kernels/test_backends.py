@@ -1,5 +1,7 @@
 """The backends of an op: when they are imported, what is refused, and that another folder is another backend."""
 
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +44,16 @@ def test_importing_an_op_imports_no_backend():
 def test_every_backend_has_what_an_op_wants_of_it(name):
     names = backend_names(f"pallas_kernels.{name}")
     assert names and set(names) <= {"cudnn", "mosaic_tpu", "triton"}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_an_option_of_an_op_is_off_where_it_is_not_named(name):
+    """No op runs in interpret mode, returns more than its result or reads its operands otherwise than as they lie."""
+    op = getattr(importlib.import_module(f"pallas_kernels.{name}"), name)
+    defaults = {key: parameter.default for key, parameter in inspect.signature(op).parameters.items()}
+    assert defaults["interpret"] is False and defaults["backend"] is inspect.Parameter.empty
+    assert (defaults.get("local_blocks", 1), defaults.get("init_blocks", 0)) == (1, 0)
+    assert True not in [default for default in defaults.values() if isinstance(default, bool)], defaults
 
 
 def operands():

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import tpu as pltpu
 from support import comparisons, tiny
 from support.lowering import array, lower, refuse
+from support.tpu_interpreter import STRICT
 
 from m3jax import mxfp8
 from m3jax.make import Frozen
@@ -94,8 +94,7 @@ def check_pairs(out, x, weights, ids):
 
 @partial(jax.jit, static_argnames="most_pairs")
 def sums_in_tiles_on_a_tpu(x, weights, ids, pair_weights, most_pairs):
-    strict = pltpu.InterpretParams(out_of_bounds_reads="raise", uninitialized_memory="nan")
-    with interpret(strict):
+    with interpret(STRICT):
         act = lambda gate, up: (jax.nn.silu(gate) * up).astype(x.dtype)
         return sums_in_tiles(x, ExpertWeights(*weights), ids, pair_weights, jnp.int32(1), act, most_pairs)
 

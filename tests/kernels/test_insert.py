@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import tpu as pltpu
 from support import comparisons, tiny
 from support.insertion import EPS, draw, expected
 from support.msa_strategies import GROUPED, RAGGED
+from support.tpu_interpreter import STRICT
 
 from m3jax.cache import Cache, LayerCall
 from m3jax.cache.storage import unit_scales
@@ -95,7 +95,7 @@ def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, ind
     with interpret():
         assert stack.insert_backend(call, x.raw.q, rotated, dtype) == backend
     options = dict(eps=EPS, dtype=dtype, backend=backend)
-    with interpret(True if backend == "triton" else pltpu.InterpretParams()):
+    with interpret(True if backend == "triton" else STRICT):
         run = jax.jit(lambda x, s: s.insert(call, x.raw, x.norms, x.cos, x.sin, **options))
         given = x.finish_queries() if backend == "mosaic_tpu" else x
         queries, pages = run(given, stack)

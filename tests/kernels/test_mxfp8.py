@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from support import tiny
 from support.lowering import array, equations, lower, refuse
+from support.tpu_interpreter import STRICT
 
 from m3jax import mxfp8
 from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
@@ -24,12 +25,12 @@ from m3jax.weights import StackedLayer
 from pallas_kernels.mosaic_mxfp8 import Config as TpuConfig
 from pallas_kernels.mxfp8_experts import mxfp8_experts
 from pallas_kernels.mxfp8_grouped import mxfp8_grouped
+from pallas_kernels.mxfp8_grouped import triton as grouped_triton
 from pallas_kernels.mxfp8_grouped.triton import Config as GroupedConfig
 from pallas_kernels.mxfp8_numbers import mxfp8_numbers
 from pallas_kernels.mxfp8_project import Weights, mxfp8_project
 from pallas_kernels.triton_mxfp8 import FewConfig, FragmentConfig
 
-STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 TPU = dict(backend="mosaic_tpu", interpret=STRICT, config=TpuConfig(rows=4, columns=64, depth=64))
 LAYER = jnp.int32(1)
 # A call is one program: outside of `jit` it would be a program for each of its steps.
@@ -354,6 +355,23 @@ def test_experts_of_many_tokens_are_those_of_the_definition(tile, config):
     )
     hidden = np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float64)
     assert distance(out, np.einsum("xaf,xafd->xad", hidden, numbers(down)[chosen])) < 4e-3
+
+
+@pytest.mark.parametrize("columns", [64, 256])
+def test_a_piece_of_a_matrix_is_multiplied_whatever_its_threads_own(columns):
+    """Two or eight neighbouring columns a thread, of the second piece, and two blocks of channels a step."""
+    weights, x = drawn(2, 3, 128, 512), tokens(16, 128)
+    config = GroupedConfig(columns=columns, depth=64)
+    take_rows = lambda depth: jax.lax.dynamic_slice_in_dim(x, depth.start, depth.size, axis=1)
+
+    @jax.jit
+    def product(weights):
+        return grouped_triton._product(
+            take_rows, 16, 128, x.dtype, weights, where=(1, 2), first_column=columns, config=config, interpret=True
+        )
+
+    expected = np.asarray(x, np.float64) @ numbers(weights)[2][:, columns : 2 * columns]
+    assert distance(product(weights), expected) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.further)])

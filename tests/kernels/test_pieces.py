@@ -1,7 +1,11 @@
 """The pieces of kernels that run without one: where blocks lie, what is refused, what a call is said to cost."""
 
 import re
-from dataclasses import replace
+from dataclasses import MISSING, asdict, fields, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,7 @@ import numpy as np
 import pytest
 from support.pytrees import assert_settings_are_static
 
+import pallas_kernels
 from m3jax import M3Config
 from pallas_kernels import mosaic_common, pages, triton_common
 from pallas_kernels.backends import Limits
@@ -22,18 +27,49 @@ from pallas_kernels.checks import (
     check_selection,
 )
 from pallas_kernels.cudnn_causal import cudnn_causal
+from pallas_kernels.dense_causal import cudnn, dense_causal
+from pallas_kernels.dense_decode import dense_decode
+from pallas_kernels.expert_tiles import expert_tiles
+from pallas_kernels.few_experts import few_experts
 from pallas_kernels.few_experts.triton import default_config as few_experts_config
 from pallas_kernels.gradient import with_gradient
+from pallas_kernels.grouped_experts import grouped_experts
+from pallas_kernels.grouped_experts import triton as grouped_triton
+from pallas_kernels.grouped_experts.triton import default_config as grouped_experts_config
+from pallas_kernels.grouped_outer.triton import default_config as grouped_outer_config
+from pallas_kernels.grouped_product.triton import default_config as grouped_product_config
+from pallas_kernels.index_topk import index_topk
+from pallas_kernels.index_topk import mosaic_tpu as index_tpu
+from pallas_kernels.index_topk.triton import default_config as index_config
+from pallas_kernels.index_topk_decode import index_topk_decode
+from pallas_kernels.index_topk_decode import mosaic_tpu as index_decode_tpu
+from pallas_kernels.index_topk_decode.triton import default_config as index_decode_config
+from pallas_kernels.index_topk_decode.triton.best_blocks import Rules
 from pallas_kernels.mosaic_common import Chip
 from pallas_kernels.mxfp8 import Weights, check_weights
-from pallas_kernels.numbers import can_reach, power_of_two
+from pallas_kernels.mxfp8_experts import mxfp8_experts
+from pallas_kernels.mxfp8_grouped import mxfp8_grouped
+from pallas_kernels.mxfp8_grouped import triton as mxfp8_triton
+from pallas_kernels.mxfp8_numbers import mxfp8_numbers
+from pallas_kernels.mxfp8_project import mxfp8_project
+from pallas_kernels.numbers import E4M3_MAX, can_reach, power_of_two
 from pallas_kernels.ordered_project import ordered_project
+from pallas_kernels.ordered_project.triton import default_config as ordered_config
 from pallas_kernels.pages import contiguous, paged, seen_positions
+from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
 from pallas_kernels.shapes import DECODE, PREFILL, Shape
+from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_decode.triton.attend import Config as DecodeConfig
 from pallas_kernels.sparse_decode.triton.attend import default_config as decode_config
 from pallas_kernels.sparse_decode.triton.merge import merge
+from pallas_kernels.sparse_prefill import sparse_prefill
+from pallas_kernels.sparse_prefill import triton as sparse_triton
+from pallas_kernels.sparse_prefill.triton.kv_block_major import default_config as block_config
+from pallas_kernels.sparse_prefill.triton.query_union import default_config as union_config
 from pallas_kernels.stacked_project import MOST_ROWS, stacked_project
+from pallas_kernels.stacked_project.triton import default_config as stacked_config
+from pallas_kernels.triton_mxfp8 import FewConfig, FragmentConfig
+from pallas_kernels.triton_project import num_splits
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -106,7 +142,7 @@ def test_padding_has_no_position():
 # Numbers
 
 
-def test_numbers_of_every_backend():
+def test_numbers_of_every_backend(monkeypatch):
     assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, 16]
     assert [can_reach(2**n + m) for n in (31, 32) for m in (-1, 0, 1)] == [True, False, False, False, False, True]
     x = jnp.arange(12, dtype=jnp.int32)
@@ -119,11 +155,16 @@ def test_numbers_of_every_backend():
     chip = Chip(2, 1 << 20)
     assert [chip.steps_per_core(count) for count in (1, 2, 3)] == [1, 1, 2]
     assert chip.compiler_params("parallel").vmem_limit_bytes == 1 << 20 and Chip.current(True) == Chip(1, 32 << 20)
+    own = SimpleNamespace(num_cores=2, vmem_capacity_bytes=1 << 27)
+    monkeypatch.setattr(mosaic_common.pltpu, "get_tpu_info", lambda: own)
+    assert Chip.current(False) == Chip(2, 1 << 26)  # half of VMEM
     assert mosaic_common.pad_steps(jnp.ones((2, 1)), 4, 7).tolist() == [[1], [1], [7], [7]]
-    is_seen, total = mosaic_common.divisor(jnp.array([0.0, 2.0]))
-    assert is_seen.tolist() == [False, True] and total.tolist() == [1, 2]
-    lse = mosaic_common.natural_lse(jnp.array([3.0, 3.0]), is_seen, total)
-    np.testing.assert_allclose(lse, [-np.inf, 3 + np.log(2)])
+    for module, unit in ((mosaic_common, 1.0), (triton_common, np.log2(np.e))):  # of a score in exponents
+        is_seen, total = module.divisor(jnp.array([0.0, 2.0, jnp.nan]))
+        assert is_seen.tolist() == [False, True, True] and total[:2].tolist() == [1, 2] and jnp.isnan(total[2])
+        lse = module.natural_lse(jnp.full(3, 3 * unit, jnp.float32), is_seen, total)
+        np.testing.assert_allclose(lse, [-np.inf, 3 + np.log(2), np.nan], rtol=1e-6)
+    assert float(jnp.finfo(E4M3).max) == E4M3_MAX
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -229,6 +270,191 @@ def test_pieces_of_few_experts_divide_their_widths():
     assert few_experts_config("bfloat16", (128, 192), 4) == narrow != few_experts_config("bfloat16", (128, 256), 4)
 
 
+def numbers_in(config: dict):
+    """Yield the (name, number) pairs of a configuration, those of its parts too."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from numbers_in(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield name, value
+
+
+def test_sizes_of_programs_are_powers_of_two():
+    """Of tiles, warps and groups, by default and of each dtype and number of rows; programs fill 132 multiprocessors.
+
+    How many steps are under way, and how many programs a measured case has, is free.
+    """
+    of_ops = [
+        import_module(f"pallas_kernels.{path.parent.parent.name}.{path.parent.name}").LIMITS.config
+        for path in sorted(Path(pallas_kernels.__file__).parent.glob("*/*/__init__.py"))
+    ]
+    of_kernels = {*of_ops, FewConfig, FragmentConfig} - {None}
+    has_defaults = lambda config: all(field.default is not MISSING for field in fields(config))
+    by_default = [config() for config in of_kernels if has_defaults(config)]
+    assert len(by_default) >= 12
+    wide, narrow = (6144, 3072), (192, 64)
+    of_calls = [
+        *(
+            config(jnp.dtype(dtype)) for dtype in ("float32", "bfloat16", E4M3)
+            for config in (grouped_product_config, grouped_outer_config, index_config, index_decode_config,
+                           union_config, block_config)
+        ),
+        *(ordered_config(dtype, rows, dtype != "float32" and is_mxfp8) for dtype in ("float32", "bfloat16")
+          for rows in (1, 5, 64, 4096) for is_mxfp8 in (True, False)),
+        *(stacked_config(dtype, 6144, widths) for dtype in ("float32", "bfloat16")
+          for widths in ([8192, 128], [64], [128])),
+        *(grouped_experts_config(dtype, tile, widths) for dtype in ("float32", "bfloat16") for tile in (16, 64, 128)
+          for widths in (wide, narrow)),
+    ]  # fmt: skip
+    for config in (*by_default, *of_calls):
+        for name, value in numbers_in(asdict(config)):
+            if name not in ("num_stages", "programs"):
+                assert value & (value - 1) == 0, f"{config}: {name}"
+    assert all(config.programs % 12 == 0 for config in by_default if hasattr(config, "programs"))
+
+
+def test_what_a_product_fetches_ahead_fits_shared_memory():
+    """Pieces of rows and of a matrix in all stages, of 32 bits too; a TPU's kernels have no stages."""
+    products, of_both = [], lambda piece: replace(piece, columns=2 * piece.columns)  # gate and up
+    for itemsize, dtype in ((2, "bfloat16"), (4, "float32")):
+        product, outer = grouped_product_config(dtype), grouped_outer_config(dtype)
+        few = few_experts_config(dtype, (6144, 3072), 4)
+        of_outer = replace(few.out, columns=outer.right, depth=outer.depth, num_stages=outer.num_stages)
+        products += [(itemsize, product.rows, product.piece), (itemsize, outer.left, of_outer)]
+        products += [(itemsize, 64, stacked_config(dtype, 6144, widths).piece) for widths in ([8192], [64], [65536])]
+        for tile in (16, 32, 64, 128):
+            grouped = grouped_experts_config(dtype, tile, (6144, 3072))
+            products += [(itemsize, tile, grouped.out), (itemsize, tile, of_both(grouped.hidden))]
+        for pairs in (1, 4):
+            few = few_experts_config(dtype, (6144, 3072), pairs)
+            products += [(itemsize, 64, few.out), (itemsize, 64, of_both(few.hidden))]
+    for itemsize, rows, piece in products:
+        assert piece.num_stages * piece.depth * (rows + piece.columns) * itemsize <= 232_448, (itemsize, rows, piece)
+
+
+def test_sizes_of_a_call_follow_its_rows_and_widths():
+    """Few rows in 16 bits stand on the narrow side of tensor cores; a launch that fills the GPU once has no more."""
+    for rows, least in ((1, 16), (16, 16), (17, 32), (64, 64)):
+        few = ordered_config("bfloat16", rows, False)
+        assert (few.rows, few.columns_first) == (least, True)
+    for many in (ordered_config("bfloat16", 65, True), ordered_config("float32", 1, False)):
+        assert not many.columns_first
+    index, union, by_block = (
+        (config(jnp.dtype("float32")), config(jnp.dtype("bfloat16")))
+        for config in (index_config, union_config, block_config)
+    )
+    assert all(narrow.keys < wide.keys for narrow, wide in (index, union)) and index[0].rows < index[1].rows
+    assert all(narrow.tokens < wide.tokens for narrow, wide in (union, by_block))
+    assert [config.num_stages for config in (*by_block, union[0])] == [1, 3, 1]
+    one_byte, two_bytes = (index_decode_config(jnp.dtype(dtype)) for dtype in (E4M3, "bfloat16"))
+    assert (one_byte.programs, 2 * one_byte.num_warps) == (2 * two_bytes.programs, two_bytes.num_warps)
+    for dtype, tile in (("float32", 32), ("bfloat16", 64)):  # higher tiles have fewer columns of gate and of up each
+        lower, higher = (grouped_experts_config(dtype, tokens, (6144, 3072)).hidden for tokens in (tile, 2 * tile))
+        assert lower.columns == 2 * higher.columns
+    programs = [stacked_config("bfloat16", 6144, [128 * tiles]).programs for tiles in (63, 64, 132, 133)]
+    assert programs == [264, 132, 132, 264]
+    for dtype, inputs, widths in (
+        ("float32", 6144, [8192]),
+        ("bfloat16", 6144 + 32, [8192]),
+        ("bfloat16", 64, [128, 64]),
+    ):
+        piece = stacked_config(dtype, inputs, widths).piece
+        assert (piece.columns, piece.depth) == (64, 32)
+
+
+@pytest.mark.parametrize(
+    ("module", "uncut", "tile", "low"),
+    [(grouped_triton, 64, 128, 64), (mxfp8_triton, 16, 64, 32)],
+    ids=["16 bits", "8"],
+)
+def test_a_tile_is_multiplied_as_high_as_it_needs(module, uncut, tile, low, unchecked):
+    """All rows, or as few as one product takes; a low tile is never cut, and none is multiplied for no pair."""
+    for tokens in (uncut, tile):
+        for count in range(tokens + 1):
+            heights = []
+            module._as_high_as_needed(heights.append, count, tokens)
+            expected = [] if count == 0 else [low if tokens == tile and count <= low else tokens]
+            assert heights == expected, (tokens, count)
+
+
+def test_groups_of_blocks_have_room_for_their_part_of_a_row():
+    """They are looked through first where there are many, and where the best ones hold at most half of a row."""
+    rules = Rules(heads=1, block_size=4, top_k=3, local_blocks=1, init_blocks=0, splits=10, few_blocks=80)
+    for blocks in (0, 1, 10, 11, 80, 81):
+        assert rules.per_split(jnp.int32(blocks)) == -(-blocks // 10)
+        assert rules.group_width(blocks) == power_of_two(-(-blocks // 10))
+    assert [rules.takes_groups(blocks) for blocks in (80, 81, 127, 128, 129)] == [False, False, False, True, True]
+    assert not replace(rules, few_blocks=128).takes_groups(128)
+
+
+def test_work_is_cut_in_as_many_equal_parts_as_there_are_programs_for():
+    for tiles in (1, 3, 50):
+        for steps in (1, 6, 7, 12):
+            fits = [n for n in range(1, steps + 1) if steps % n == 0 and tiles * n <= 12]
+            assert num_splits(tiles, steps, 12) == max(fits, default=1), (tiles, steps)
+
+
+@pytest.mark.parametrize("interpret", [True, False])
+def test_a_step_of_selection_fills_registers_of_lanes(interpret, monkeypatch, unchecked):
+    """Whole queries with all heads, in as many lanes as VMEM has lists for; of few queries several copies."""
+    taken = {}
+    chip = Chip(2, 1 << 20)
+    monkeypatch.setattr(Chip, "current", lambda given: chip if given is interpret else None)
+    keys = contiguous(array(1, 4, 8), 4)
+    rules = dict(top_k=3, local_blocks=1, init_blocks=0, return_keys=False, config=None, interpret=interpret)
+
+    def walk(q, *at, sizes, **how):
+        taken.update(sizes=sizes, **how)
+
+    def step(module, heads: int, length: int, num_blocks: int):
+        monkeypatch.setattr(module, "walk", walk)
+        index_q, index_k = jax.ShapeDtypeStruct((1, length, heads, 8), "float32"), replace(keys, num_blocks=num_blocks)
+        module.run(index_q, index_k, None, None, **rules)
+        assert (taken["chip"], taken["interpret"]) == (chip, interpret)
+        return taken["sizes"]
+
+    # A list has four bytes a lane and block, in half of VMEM: 256 blocks for 512 lanes.
+    for heads, length, num_blocks, tokens in (
+        (4, 1000, 256, 128), (4, 1000, 257, 64), (4, 1000, 512, 64), (4, 1000, 513, 32), (4, 1000, 9000, 32),
+        (3, 1000, 10, 170), (4, 5, 10, 5), (600, 7, 10, 1),
+    ):  # fmt: skip
+        sizes = step(index_tpu, heads, length, num_blocks)
+        assert (sizes.tokens, sizes.heads, sizes.folds) == (tokens, heads, 1), (heads, length, num_blocks)
+        lanes = tokens * heads
+        assert sizes.width == lanes if interpret else sizes.width % 128 == 0 <= sizes.width - lanes < 128
+        assert sizes.pages == index_tpu.Config().pages
+    for heads, length, folds in ((4, 1, 32), (4, 3, 8), (4, 16, 2), (16, 16, 1), (1, 1, 128)):
+        sizes = step(index_decode_tpu, heads, length, 10)
+        assert (sizes.tokens, sizes.heads, sizes.folds) == (length, heads, folds)
+        assert sizes.width == max(128, length * heads)
+        assert sizes.fold_lanes >= sizes.pairs and sizes.pages == max(32, folds)
+        assert sizes.buffer_rows * folds == sizes.pages
+        # A chunk of pages has whole rows, and a whole register can be read from the last one on.
+        assert sizes.list_rows == sizes.buffer_rows * -(-10 // sizes.pages) + 8
+
+
+def test_a_schedule_is_the_one_that_is_named_or_that_the_overlap_calls_for(monkeypatch):
+    """A tile's union is walked up to 2.1 times what one query chose, and where a row has not twice as many blocks."""
+    answer = lambda value: (jnp.full((1, 4, 2, 4), value, jnp.float32),)
+    monkeypatch.setattr(sparse_triton, "kv_block_major", lambda **given: answer(1))
+    monkeypatch.setattr(sparse_triton, "walk_unions", lambda *given: answer(2))
+    monkeypatch.setattr(sparse_triton, "query_union", lambda **given: answer(3))
+    q, positions, lengths = array(1, 4, 2, 4), jnp.full((1, 4), 79, jnp.int32), jnp.array([80], jnp.int32)
+    blocks = jnp.zeros((1, 1, 4, 4), jnp.int32)  # a tile of four queries, of four blocks each
+
+    def taken(size, num_blocks=20, schedule="auto"):
+        unions = SimpleNamespace(counts=jnp.stack([0, size]).reshape(1, 1, 1, 2))  # of which none is seen whole
+        monkeypatch.setattr(sparse_triton, "union_blocks", lambda *given: unions)
+        keys = contiguous(array(1, 1, 4 * num_blocks, 4), 4)
+        how = dict(schedule=schedule, backend="triton", interpret=True)
+        return sparse_prefill(q, keys, keys, blocks, positions, lengths, **how)[0][0, 0, 0, 0]
+
+    of_auto = jax.jit(taken)
+    assert [int(of_auto(size)) for size in (4, 8, 9, 16)] == [2, 2, 1, 1]
+    assert taken(16, num_blocks=8) == 3
+    assert [taken(size, schedule=name) for size, name in ((16, "query_union"), (4, "kv_block_major"))] == [3, 1]
+
+
 @pytest.mark.parametrize("splits", [4, 5])
 def test_splits_of_a_decode_step_are_merged(splits):
     """Four at most by programs of all rows of a tile, more by programs of one head; a query that saw no key has 0."""
@@ -244,6 +470,42 @@ def test_splits_of_a_decode_step_are_merged(splits):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(lse, np.log(total), rtol=1e-5, atol=1e-6)
+
+
+def test_parts_of_a_chunk_are_joined_by_their_weights():
+    """In float32, of a query that saw keys in both, and of one that saw none in the second: that may hold NaN."""
+    draw = np.random.default_rng(0)
+    (out, new), (lse, new_lse) = draw.normal(size=(2, 1, 3, 2, 4)), draw.normal(size=(2, 1, 3, 2))
+    new_lse[0, 1], new[0, 1] = -np.inf, np.nan
+    to_jax = lambda *arrays: [jnp.asarray(x, jnp.float32) for x in arrays]
+    found, found_lse = cudnn._join(*to_jax(out, lse, new, new_lse))
+    weight, new_weight = (np.exp(x)[..., None] for x in (lse, new_lse))
+    expected = (out * weight + np.nan_to_num(new) * new_weight) / (weight + new_weight)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found_lse, np.logaddexp(lse, new_lse), rtol=1e-5, atol=1e-6)
+
+
+def test_keys_of_a_chunk_and_of_the_pieces_before_it_are_those_of_their_pages():
+    """Rows of 6 and 0 tokens before chunks of 3 and 1 queries; what no query sees is 0, whatever memory holds."""
+    tokens = numbers(2, 9, 2, 4) + 1  # [B S K H]
+    tokens[1, 1:] = np.nan
+    held = np.pad(tokens, ((0, 0), (0, 3), (0, 0), (0, 0)), constant_values=np.nan).reshape(2, 3, 4, 2, 4)
+    table = np.array([[4, 0, 2], [5, 1, 3]], np.int32)
+    pool = np.zeros((6, 2, 4, 4), np.float32)
+    pool[table] = held.swapaxes(2, 3)
+    made = paged(jnp.asarray(pool), jnp.asarray(table))
+    first, count = jnp.array([6, 0], jnp.int32), jnp.array([3, 1], jnp.int32)
+    own = jax.jit(cudnn._own_tokens, static_argnums=(3, 4))(made, first, count, 4, 2)
+    expected = np.zeros((2, 4, 2, 4), np.float32)
+    expected[0, :3], expected[1, 0] = tokens[0, 6:9], tokens[1, 0]
+    np.testing.assert_array_equal(own, expected)
+    take = jax.jit(cudnn._blocks, static_argnums=(2, 4))
+    for first_block, blocks in ((0, 2), (1, 2), (1, 3)):
+        seen = np.clip(np.array([6, 0]) - 4 * first_block, 0, 4 * blocks)
+        found = take(made, jnp.int32(first_block), blocks, jnp.asarray(seen, jnp.int32), 2)
+        expected = np.zeros((2, 4 * blocks, 2, 4), np.float32)
+        expected[0, : seen[0]] = tokens[0, 4 * first_block : 4 * first_block + seen[0]]
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_kernel_has_the_gradient_of_its_schedule():
@@ -358,6 +620,111 @@ def test_matrices_that_do_not_fit_are_refused(unchecked):
             check_expert_weights(x, *wrong)
     with pytest.raises(ValueError, match="need one dtype"):
         check_expert_weights(x, gate, gate.astype("bfloat16"), down)
+
+
+def test_every_op_of_attention_refuses_what_does_not_fit(unchecked):
+    """Before its kernel is called: another dtype, other rows of pages, another selection, more queries than a step."""
+    q, pages, blocks = array(2, 3, 4, 8), contiguous(array(2, 2, 12, 8), 4), jnp.zeros((2, 2, 3, 5), jnp.int32)
+    other = paged(array(12, 4, 8).reshape(6, 2, 4, 8), jnp.zeros((3, 3), jnp.int32))
+    of_row = paged(other.pool.reshape(6, 2, 4, 8), jnp.zeros((2, 3), jnp.int32))
+    at, index_q, index_k = (jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32)), array(2, 3, 2, 8), array(6, 4, 8)
+    for op, chosen in ((dense_causal, ()), (dense_decode, ()), (sparse_decode, (blocks,)), (sparse_prefill, (blocks,))):
+        call = partial(op, backend="triton", **({} if chosen else dict(kv_heads=2)))
+        with pytest.raises(ValueError, match="q is bfloat16 of width 8, k float32 of 8"):
+            call(q.astype("bfloat16"), pages, pages, *chosen, *at)
+        for name, k, v in (("k", other, of_row), ("v", of_row, other)):
+            with pytest.raises(ValueError, match=f"{name}: the table has 3 rows and the queries 2"):
+                call(q, k, v, *chosen, *at)
+        wrong = (blocks[:1],) if chosen else ()
+        with pytest.raises(ValueError, match="K a divisor of 4" if chosen else "kv_heads = 3: need a divisor"):
+            call(q, pages, pages, *wrong, *at, **({} if chosen else dict(kv_heads=3)))
+        if op in (dense_decode, sparse_decode):
+            with pytest.raises(ValueError, match="17 queries a row"):
+                call(array(2, 17, 4, 8), pages, pages, *chosen, *at)
+    for op in (index_topk, index_topk_decode):
+        call = partial(op, top_k=3, backend="triton")
+        with pytest.raises(ValueError, match="index_k: the table has 3 rows and the queries 2"):
+            call(index_q, paged(index_k, other.table), *at)
+        with pytest.raises(ValueError, match="index_q is bfloat16 of width 8"):
+            call(index_q.astype("bfloat16"), paged(index_k, of_row.table), *at)
+    with pytest.raises(ValueError, match="17 queries a row"):
+        index_topk_decode(array(2, 17, 2, 8), paged(index_k, of_row.table), *at, top_k=3, backend="triton")
+    heads = Projected(q, *(array(2, 3, 2, 8) for _ in range(3)), array(2, 3, 8))
+    norms = Projected(*(array(8) for _ in range(5)))
+    places = dict(k=of_row, v=of_row, index_k=paged(index_k, of_row.table))
+
+    def insert(heads=heads, angles=4, **wrong):
+        angle = array(2, 3, angles)
+        return qk_norm_rope_insert(
+            heads, norms, angle, angle, *at, **(places | wrong), eps=1e-6, dtype=jnp.float32, backend="triton"
+        )
+
+    for name in places:
+        with pytest.raises(ValueError, match=f"{name}: the table has 3 rows and the queries 2"):
+            insert(**{name: replace(places[name], table=other.table)})
+    narrow = paged(array(6, 2, 4, 4), of_row.table)
+    for wrong in (
+        dict(angles=5), dict(k=narrow), dict(v=narrow), dict(heads=heads._replace(q=array(2, 3, 4, 4))),
+        dict(heads=heads._replace(q=array(2, 3, 3, 8))),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="at most half as many angles as dims"):
+            insert(**wrong)
+    for index_q in (array(2, 3, 2, 4), array(2, 3, 4, 8)):
+        with pytest.raises(ValueError, match="need 2 heads of that width"):
+            insert(heads=heads._replace(index_q=index_q))
+    for wrong in (
+        dict(index_k=None),
+        dict(heads=heads._replace(index_k=None)),
+        dict(heads=heads._replace(index_q=None)),
+    ):
+        with pytest.raises(ValueError, match="come together"):
+            insert(**wrong)
+
+
+def test_every_op_of_experts_refuses_what_does_not_fit(unchecked):
+    """Before its kernel is called: matrices of other widths, and scales of other blocks, of each matrix."""
+    x, layer, ids = array(3, 64), jnp.int32(0), jnp.zeros((3, 1), jnp.int32)
+    gate = array(2, 5, 64, 32)
+    how, tiles = dict(activate=lambda gate, up: gate, backend="triton"), jnp.zeros((1, 16), jnp.int32)
+    expert, count = jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
+    places = layer, expert, tiles, count
+    for call in (
+        lambda *w: few_experts(x, *w, layer, ids, **how),
+        lambda *w: grouped_experts(x, *w, *places, num_chosen=1, **how),
+        lambda *w: expert_tiles(
+            x[None], *w, layer, expert, count[0], x[None, :, 0], **(how | dict(backend="mosaic_tpu"))
+        ),
+    ):
+        with pytest.raises(ValueError, match="with D = 64"):
+            call(gate, gate, gate)
+    codes = lambda i, o: Weights(array(2, 5, i, o, dtype="uint8"), array(2, 5, i // 32, o, dtype="uint8"))
+    short, places_of_one = codes(64, 64), (layer, expert, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))
+    for call in (
+        lambda *w: mxfp8_experts(x.astype("bfloat16"), *w, *places_of_one, **how),
+        lambda *w: mxfp8_grouped(x.astype("bfloat16"), *w, *places, num_chosen=1, **how),
+    ):
+        for place, name in enumerate(("gate", "up", "down")):
+            weights = [short] * 3
+            weights[place] = short._replace(scales=short.scales[:, :, :1])
+            with pytest.raises(ValueError, match=f"{name} has codes .* for every 32 input channels"):
+                call(*weights)
+        with pytest.raises(ValueError, match="with D = 64"):
+            call(short, short, codes(32, 64))
+    one = Weights(*(w[:, 0] for w in short))
+    wrong = one._replace(scales=one.scales[:, :1])
+    for call in (
+        lambda w: mxfp8_numbers(w, layer, jnp.bfloat16, backend="triton"),
+        lambda w: mxfp8_project(x.astype("bfloat16"), [one, w], layer, backend="triton"),
+    ):
+        with pytest.raises(ValueError, match=r"weights.* has codes .* for every 32 input channels"):
+            call(wrong)
+    for op, weights in ((mxfp8_experts, [short] * 3), (mxfp8_project, None)):
+        tpu = how | dict(backend="mosaic_tpu")
+        with pytest.raises(ValueError, match="a TPU kernel needs a multiple of"):
+            if weights:
+                op(x.astype("bfloat16"), *weights, *places_of_one, **tpu)
+            else:
+                op(x.astype("bfloat16"), [one], layer, backend="mosaic_tpu")
 
 
 def test_a_pool_of_bytes_is_within_reach(unchecked):

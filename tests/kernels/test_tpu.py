@@ -39,6 +39,7 @@ from support.msa_strategies import (
     prefill,
 )
 from support.msa_strategies import attention as definition
+from support.tpu_interpreter import STRICT
 
 from m3jax.model.layers import rope_table
 from pallas_kernels.dense_causal import dense_causal
@@ -48,6 +49,7 @@ from pallas_kernels.index_topk import index_topk as index_kernel
 from pallas_kernels.index_topk.mosaic_tpu import Config as IndexConfig
 from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.index_topk_decode.mosaic_tpu import Config as IndexDecodeConfig
+from pallas_kernels.mosaic_common import Chip
 from pallas_kernels.pages import paged
 from pallas_kernels.qk_norm_rope_insert import qk_norm_rope_insert
 from pallas_kernels.sparse_decode import mosaic_tpu as decode_tpu
@@ -57,12 +59,12 @@ from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill.mosaic_tpu import Config, kv_block_major
 
 union_tpu = import_module("pallas_kernels.sparse_prefill.mosaic_tpu.query_union")  # its function has its name
-STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 further = pytest.mark.further
 FEW = 3  # queries that a decode kernel is given
 SMALL = replace(GROUPED, B=2, T=6)  # of 40 keys, so that few steps of the interpreter drop many blocks
 INDEX = {
-    "prefill": dict(op=index_kernel, backend="mosaic_tpu", config=IndexConfig(lanes=16, pages=4)),
+    # Tiles of four queries, of which the last one of a row is not full.
+    "prefill": dict(op=index_kernel, backend="mosaic_tpu", config=IndexConfig(lanes=8, pages=4)),
     "decode": dict(op=index_topk_decode, backend="mosaic_tpu", config=IndexDecodeConfig(lanes=16, pages=2)),
 }
 ATTENTION = {
@@ -515,6 +517,66 @@ def test_an_estimate_counts_the_pages_of_keys_and_of_values(name, pages):
     copied = 2 * pages * GROUPED.P * GROUPED.H * 4  # in float32
     moved = copied + fetched_by_index_maps(call) + in_scalar_memory
     assert call.params["cost_estimate"].bytes_accessed == pytest.approx(moved, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("prefill", "paged"), ("prefill", "contiguous"), ("decode", "paged")])
+def test_a_selection_has_the_shape_and_its_keys_the_dtype_that_are_promised(name, layout):
+    """Traced alone: bfloat16 queries of one-byte keys, forced blocks, and a last tile that is not full."""
+    shape, op = replace(SMALL, T=FEW if name == "decode" else 7), INDEX[name]["op"]
+    index_q = jax.ShapeDtypeStruct((shape.B, shape.T, shape.K, shape.H), jnp.bfloat16)
+    sizes = (9, shape.P) if layout == "paged" else (shape.B, shape.M * shape.P)
+    memory = jax.ShapeDtypeStruct((2, *sizes, shape.H), jnp.float8_e4m3fn)
+    table, positions, lengths = (jax.ShapeDtypeStruct((shape.B, *n), jnp.int32) for n in ((shape.M,), (shape.T,), ()))
+    table = table if layout == "paged" else None
+    options = dict(INDEX[name], top_k=shape.J, local_blocks=2, return_keys=True)
+    del options["op"]
+    call = lambda q, k, table, *at: op(q, view(k, table, shape.P), *at, interpret=STRICT, **options)
+    found = jax.eval_shape(call, index_q, memory, table, positions, lengths)
+    chosen = (shape.B, shape.K, shape.T, shape.J)
+    assert [(x.shape, x.dtype) for x in found] == [(chosen, jnp.int32), (chosen, jnp.float32)]
+
+
+def test_attention_by_blocks_has_the_shape_and_dtype_that_are_promised():
+    """Traced alone: queries in bfloat16, in chunks of which the last is not full."""
+    shape = replace(SMALL, T=7)
+    q = jax.ShapeDtypeStruct((shape.B, shape.T, shape.N, shape.H), jnp.bfloat16)
+    memory = jax.ShapeDtypeStruct((2, 9, shape.K, shape.P, shape.H), jnp.bfloat16)
+    blocks = jax.ShapeDtypeStruct((shape.B, shape.K, shape.T, shape.J), jnp.int32)
+    table, positions, lengths = (jax.ShapeDtypeStruct((shape.B, *n), jnp.int32) for n in ((shape.M,), (shape.T,), ()))
+
+    def call(q, k, table, *rest):
+        pages, how = view(k, table, shape.P), dict(chunk=4, config=Config(tokens=4))
+        return kv_block_major(q, pages, pages, *rest, return_lse=True, interpret=STRICT, **how)
+
+    found = jax.eval_shape(call, q, memory, table, blocks, positions, lengths)
+    assert [(x.shape, x.dtype) for x in found] == [(q.shape, jnp.bfloat16), (q.shape[:-1], jnp.float32)]
+
+
+@pytest.mark.parametrize(("name", "count"), [("dense", 2), ("query_union", 4), ("index", 1)])
+def test_each_step_of_several_cores_has_blocks_of_its_own(name, count, monkeypatch):
+    """Three cores share the steps, and some only fill up their shares: all blocks are whole ones of their arrays."""
+    monkeypatch.setattr(Chip, "current", lambda interpret: Chip(3, 32 << 20))
+    fn, *args = call_that_reads_all(name)
+    (call,) = (
+        eqn for eqn in all_equations(jax.jit(fn).trace(*args).jaxpr.jaxpr) if eqn.primitive.name == "pallas_call"
+    )
+    mapping = call.params["grid_mapping"]
+    cores, per_core = mapping.grid
+    assert (cores, per_core) == (3, -(-count // 3))
+    # In the order in which steps are numbered.
+    steps = [(np.int32(core), np.int32(i)) for i in range(per_core) for core in range(cores)]
+    for number, block in enumerate(mapping.block_mappings):
+        if block.block_aval.memory_space == pl.ANY:
+            continue
+        shape, size, of_step = block.array_aval.shape, block.block_aval.inner_aval.shape, block.index_map_jaxpr
+        unread = [0] * (len(of_step.in_avals) - 2)  # lists that drive copies by hand alone
+        places = [tuple(map(int, jax.core.eval_jaxpr(of_step.jaxpr, of_step.consts, *step, *unread))) for step in steps]
+        assert not any(np.remainder(shape, size)), (number, shape, size)
+        starts = np.array(places) * size
+        assert ((starts >= 0) & (starts < shape)).all(), (number, places)
+        if number >= mapping.num_inputs:
+            own = places[:count]
+            assert len({*own}) == count and not {*own} & {*places[count:]}, (number, places)
 
 
 def test_wrong_operands_are_refused(unchecked):

@@ -85,6 +85,16 @@ def test_quantizing_is_rounding_to_nearest_even_under_the_scale_of_the_largest(s
     assert same_bits(found.codes, codes.reshape(x.shape).view(np.uint8)) and same_bits(found.scales, scales)
 
 
+def test_halves_between_codes_and_their_neighbours_in_float32_are_rounded_to_the_nearer_one():
+    """Of all codes of both signs, under the scale 1: a half goes to the even code, one bit more or less to its side."""
+    numbers = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
+    halves = (numbers[1:] + numbers[:-1]) / 2
+    x = np.concatenate([halves, np.nextafter(halves, 0), np.nextafter(halves, np.float32(1e9)), numbers])
+    x = np.concatenate([x, -x]).astype(np.float32)
+    found = jax.jit(mxfp8._nearest_codes)(jnp.asarray(x.view(np.int32)), jnp.full(x.shape, 127, jnp.int32))
+    np.testing.assert_array_equal(found, x.astype(E4M3).view(np.uint8))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_code_under_every_scale_is_what_the_loader_reads(dtype):
     """Products below 2^-126 too: where a compiler multiplies, it may flush them to zero."""

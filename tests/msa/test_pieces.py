@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ from m3jax.msa.definition import block_scores, dense_attention, select_blocks, s
 from m3jax.msa.definition import msa as msa_of_all
 from m3jax.msa.rules import check_chosen, check_lengths, check_numbers, check_rows, check_score_shape
 from m3jax.msa.schedules import lanes, layout
+from m3jax.msa.schedules.blockwise import _attend_chunk as attend_chunk
 from m3jax.msa.schedules.blockwise import blockwise
-from m3jax.msa.schedules.index_walk import index_walk
+from m3jax.msa.schedules.index_walk import index_walk, walk_scores
 from m3jax.msa.schedules.lanes import invariant, invariant_all, select_invariant
 from m3jax.msa.schedules.query_major import query_major
 from m3jax.msa.share import Share
@@ -102,19 +104,20 @@ def test_only_held_blocks_stay_in_a_selection():
 def test_virtual_pages_are_the_pages_of_single_heads():
     """Of each (row, KV head): the pages selected, in order, and the tokens up to the query's own in the last."""
     pages = normal(2, 6, KV_HEADS, SIZE, WIDTH)  # [L X K P H]
-    table = ints([5, 2, 1], [0, 3, 4], [1, 5, 0])
+    table = ints([5, 2, 1], [0, 3, 4], [1, 5, 0], [2, 0, 0], [3, 0, 0])
     view = views.Paged(*map(jnp.asarray, (pages, pages + 1)), None, jnp.int32(1), table, jnp.float32)
-    blocks = ints([[0, 2], [1, 2]], [[0, -1], [0, -1]], [[0, 1], [0, 1]])
-    found = virtual_pages(view, blocks, ints(9, 3, 7), ints(10, 4, 7))
+    blocks = ints([[0, 2], [1, 2]], [[0, -1], [0, -1]], [[0, 1], [0, 1]], *[[[0, -1], [0, -1]]] * 2)
+    found = virtual_pages(view, blocks, ints(9, 3, 7, 0, -1), ints(10, 4, 7, 1, 1))
     of_heads = lambda x: x[1].reshape(-1, SIZE, WIDTH)
     np.testing.assert_array_equal(found.k, of_heads(pages))
     np.testing.assert_array_equal(found.v, of_heads(pages + 1))
-    own = [[5, 1], [2, 1], [0, 0], [0, 0], [1, 5], [1, 5]]
+    own = [[5, 1], [2, 1], [0, 0], [0, 0], [1, 5], [1, 5], [2, 0], [2, 0], [3, 0], [3, 0]]
     expected = [[page * KV_HEADS + row % KV_HEADS for page in pages] for row, pages in enumerate(own)]
-    for row in (2, 3):  # an unused slot names page 0
+    for row in (2, 3, 6, 7, 8, 9):  # an unused slot names page 0
         expected[row][1] = 0
     assert found.table.tolist() == expected
-    assert found.lengths.tolist() == [6, 6, 4, 4, 0, 0]  # the last row's query is behind its keys
+    # The third row's query is behind its keys, the fourth's is the first token, and the last row's is padding.
+    assert found.lengths.tolist() == [6, 6, 4, 4, 0, 0, 1, 1, 0, 0]
 
 
 # Shares: devices as an axis that is mapped over
@@ -236,10 +239,15 @@ def test_joined_blocks_are_those_of_whole_rows():
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_products_of_few_and_many_queries_are_einsum_s_on_every_platform(platform, monkeypatch):
     """The three ways differ in what is padded and which side comes first, never in what is computed."""
+    specs, einsum = [], numerics.einsum
+    monkeypatch.setattr(numerics, "einsum", lambda spec, *factors: specs.append(spec) or einsum(spec, *factors))
     monkeypatch.setattr(numerics, "platform", lambda: platform)
     for leading, rows in (((), 1), ((2,), 7), ((2, 3), 8), ((3,), 16), ((2,), 17)):
         queries, keys = normal(*leading, rows, 6), normal(*leading, 5, 6, seed=1)
+        specs.clear()
         found = dot_scores(jnp.asarray(queries), jnp.asarray(keys))
+        is_left = rows > 16 or (platform == "tpu" and rows < 8)
+        assert specs == ["...rh,...ch->...rc" if is_left else "...ch,...rh->...cr"], rows
         np.testing.assert_allclose(found, np.einsum("...rh,...ch->...rc", queries, keys), rtol=1e-5, atol=1e-6)
         assert found.shape == (*leading, rows, 5)
 
@@ -298,6 +306,65 @@ def test_pieces_of_a_walk_join_to_the_whole(axis):
         assert set(seen) == {min(chunk, 5)}
 
 
+def test_what_is_one_piece_is_handed_on_as_it_is():
+    x = jnp.ones((3, 2))
+    for chunk in (3, 8):
+        assert chunks.map_chunks(lambda piece: piece, chunk, 0, x) is x
+
+
+@pytest.mark.parametrize(("platform", "times"), [("cpu", 1), ("gpu", 64), ("tpu", 64)])
+def test_pieces_of_keys_are_as_long_as_the_platform_and_few_queries_allow(platform, times, monkeypatch):
+    """In blocks of 1,024 keys: of up to 32 rows of queries in attention, and of up to 128 in scores, more at once."""
+    monkeypatch.setattr(chunks, "platform", lambda: platform)
+    taken = []
+    for view in (views.Contiguous, views.ContiguousIndex):
+        run = view.run
+        counted = lambda self, first, count, run=run: taken.append(count) or run(self, first, count)
+        monkeypatch.setattr(view, "run", counted)
+    of = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    attend = lambda q, k, *at: blockwise(q, msa.contiguous(k, k, 1024), *at)
+    score = lambda q, k, *at: walk_scores(q, msa.contiguous_index(k[:, :, 0], 1024), *at)
+    for fn, few, most in ((attend, 32, times), (score, 128, 4 * times)):
+        for rows, blocks in ((few, most), (few + 1, 1)):
+            at = of(rows, 1, dtype=jnp.int32), of(rows, dtype=jnp.int32)
+            jax.eval_shape(fn, of(rows, 1, 1, 1), of(rows, 300 * 1024, 1, 1), *at)
+            assert {*taken} == {blocks}, (fn, rows)
+            taken.clear()
+
+
+@pytest.mark.parametrize(("platform", "by_halves"), [("cpu", "scan"), ("gpu", "scan_unrolled"), ("tpu", "scan")])
+def test_many_values_are_searched_by_halves_and_few_by_comparing_all(platform, by_halves, monkeypatch):
+    for module in (chunks, inversion):
+        monkeypatch.setattr(module, "platform", lambda: platform)
+    methods = []
+    take = lambda x, values, side, method: methods.append(method) or jnp.zeros(values.shape, jnp.int32)
+    monkeypatch.setattr(jnp, "searchsorted", take)
+    most = 1 << 19 if platform == "cpu" else 1 << 25
+    for size in (most // 2, most // 2 + 1):
+        ascending, values = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (size, 2))
+        jax.eval_shape(lambda x, y: inversion._search(x, y, "left"), ascending, values)
+    assert methods == ["compare_all", by_halves]
+
+
+def test_a_piece_is_read_from_its_first_key_on(monkeypatch):
+    """By a query at the last key of a piece, and at the first one of the next: pieces are single blocks here."""
+    q, k, v = normal(1, 1, 2, 4), normal(1, 12, 1, 4, seed=1), normal(1, 12, 1, 4, seed=2)
+    monkeypatch.setattr(import_module("m3jax.msa.schedules.index_walk"), "_KEY_CHUNK", 1)  # times four, of few queries
+    attend = jax.jit(lambda *at: attend_chunk(jnp.asarray(q), msa.contiguous(*map(jnp.asarray, (k, v)), SIZE), *at, 1))
+    index_q, index_k = jnp.asarray(q[:, :, :1]), jnp.asarray(k[:, :, 0])
+    scores = jax.jit(lambda *at: walk_scores(index_q, msa.contiguous_index(index_k, SIZE), *at))
+    for position in (0, SIZE - 1, SIZE, 2 * SIZE - 1, 2 * SIZE):
+        at, seen = (ints([position]), ints(position + 1)), np.arange(12) <= position
+        out, lse = attend(*at)
+        products = np.where(seen, q[0, 0] @ k[0, :, 0].T, -np.inf)  # [N S]
+        weights = np.exp(products / 2)
+        np.testing.assert_allclose(
+            out[0, 0], weights @ v[0, :, 0] / weights.sum(1, keepdims=True), rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_allclose(lse[0, 0], np.log(weights.sum(1)), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(scores(*at)[0, 0, 0], products[0].reshape(3, SIZE).max(1), rtol=1e-5, atol=1e-6)
+
+
 def test_pieces_are_powers_of_two_within_the_budget():
     for elements, per_row, num_rows in np.ndindex(40, 9, 12):
         rows = chunks.rows_within(elements, per_row, num_rows)
@@ -316,6 +383,14 @@ def found_by(check, *arguments) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_numbers_are_looked_at_under_checks_alone():
+    """Elsewhere a look would fetch them from the device at every call."""
+    check_lengths(ints(8), 7)
+    check_rows(ints([5, 6]), ints(5))
+    check_numbers(dict(positions=ints([0]), lengths=ints(1), q=jnp.full((1, 1, 1, 1), jnp.nan)))
+    check_chosen(ints([[[9]]]), ints([0]), ints(1), 4, SIZE)
 
 
 def test_lengths_from_none_to_all_keys_pass():

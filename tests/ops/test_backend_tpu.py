@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 from support import comparisons, tiny
+from support.tpu_interpreter import STRICT
 
 from m3jax.cache import Cache
 from m3jax.ops import interpret
 from m3jax.parallel import parse_mesh
-
-STRICT = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan")
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """The pieces between a model and its kernels by themselves: where a call runs, named values, what is kept of layers."""
 
+import ast
 import gc
 import re
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -166,6 +168,14 @@ def test_the_reasons_name_the_call_s_numbers():
     assert replace(TILES, tokens=255).why_not("mosaic_tpu") == "255 tokens (it has 256 or more)"
 
 
+def test_a_path_by_name_is_held_to_what_its_kernel_takes_and_not_to_what_is_fastest(monkeypatch):
+    monkeypatch.setattr(measured, "LAUNCH_BOUND_TOKENS", 100)
+    for by_name, most in ((True, 100), (False, 64)):
+        few = replace(FEW, by_name=by_name)
+        assert replace(few, tokens=most).why_not("triton") is None
+        assert replace(few, tokens=most + 1).why_not("triton") == f"{most + 1} tokens (it has up to {most})"
+
+
 def test_a_name_counts_for_pages_alone(monkeypatch):
     """Attention by name runs or is refused; products, norms, routers, experts and whole models go to XLA in silence."""
     for case in (PRODUCT, MXFP8_PRODUCT, EXPERTS, FEW, MXFP8_EXPERTS, ADD_NORM, ROUTER, ORDERED):
@@ -184,6 +194,8 @@ def test_a_name_counts_for_pages_alone(monkeypatch):
         backends.check_backend("mosaic_tpu")
     backends.check_backend("triton")
     backends.check_backend("xla")
+    with pytest.raises(ValueError, match="backend = 'cuda': allowed are"):
+        backends.check_backend("cuda")
     with interpret("how"):
         assert backends.interpreted() == "how"
     assert backends.interpreted() is False
@@ -205,9 +217,16 @@ def test_measured_sizes_are_those_of_the_nearest_widths():
         16, 16, 0, 0,
     ]  # fmt: skip
     assert measured.few_tokens(6144, 3072) == measured.few_tokens(192, 192) == 64
+    m3 = M3Config.m3()
+    width, experts = m3.hidden_size, (m3.hidden_size, m3.intermediate_size)
+    heads = m3.num_attention_heads * m3.head_dim
+    outputs = {heads, m3.head_dim, m3.dense_intermediate_size, m3.intermediate_size}
+    narrow = {(192, 192)}  # the widths of the tests
+    assert {*measured.STACKED_ROWS} == {(width, n) for n in outputs} | {experts[::-1]} | narrow
+    assert {*measured.FEW_TOKENS} == {experts} | narrow
 
 
-def test_a_case_of_attention_has_the_numbers_of_its_call():
+def test_a_case_of_attention_has_the_numbers_of_its_call(monkeypatch):
     """The sizes of q [B T N H] and of blocks, G query heads a KV head; a pool of host memory's pages is no pages."""
     q, stored = jnp.zeros((2, 3, 6, 8), BF16), jnp.zeros((1, 5, 2, 4, 8))
     view = Paged(stored, stored, None, 0, jnp.zeros((2, 7), jnp.int32), BF16)
@@ -218,6 +237,21 @@ def test_a_case_of_attention_has_the_numbers_of_its_call():
     )  # fmt: skip
     assert attend_case("sparse", q, view, slots=5, schedule="mask") == expected
     assert attend_case("sparse", q, pool, slots=5, schedule="mask") == replace(expected, stored=BF16, pages=False)
+    index = PagedIndex(jnp.zeros((1, 5, 4, 8), E4M3), None, 0, view.table, BF16)
+    taken = []
+    insert_op = import_module("m3jax.ops.insert")  # its function has its name
+    monkeypatch.setattr(insert_op, "choose", lambda case, backend: taken.append(case) or backend)
+    for pages, stored_in in ((index, F32), (None, F32), (index.replace(k=index.k.astype(F16)), F32)):
+        assert insert_op.insert_backend(q, view, pages, 6, "triton") == "triton"
+        of_insert = replace(expected, op="insert", stored=stored_in, slots=0, rotated=6, schedule="auto")
+        assert taken.pop() == of_insert
+    in_bf16 = view.replace(k=view.k.astype(BF16))
+    for pages, unusual in ((index, BF16), (index.replace(k=index.k.astype(F16)), F16)):
+        insert_op.insert_backend(q, in_bf16, pages, 6)
+        assert taken.pop().stored == unusual
+    wide = index.replace(k=jnp.zeros((1, 5, 4, 16), BF16))
+    insert_op.insert_backend(q, in_bf16, wide, 6)
+    assert taken.pop().width == 16
     whole = contiguous(*[jnp.zeros((2, 28, 2, 8))] * 2, 4)
     assert attend_case("dense", q, whole, slots=0) == replace(expected, op="dense", slots=0, schedule="auto")
 
@@ -237,6 +271,27 @@ def test_few_queries_gather_their_blocks_and_many_are_sorted_by_block(monkeypatc
         attend_selected(q, view, jnp.zeros((1, 1, queries, 2), jnp.int32), positions, lengths)
         attend_all(q, view, positions, lengths)
     assert taken == ["query_major", "blockwise"] * 2 + ["kv_block_major", "blockwise"]
+
+
+def test_no_function_of_a_mesh_is_checked_for_what_differs_between_devices():
+    """What `jax.shard_map` checks of them it cannot know of a kernel inside, which it would refuse."""
+    sources = [path.read_text(encoding="utf-8") for path in Path(m3jax.__file__).parent.rglob("*.py")]
+    calls = [node for source in sources if "shard_map" in source for node in ast.walk(ast.parse(source))]
+    calls = [x for x in calls if isinstance(x, ast.Call) and ast.unparse(x.func) == "jax.shard_map"]
+    given = [{option.arg: ast.unparse(option.value) for option in call.keywords} for call in calls]
+    assert len(given) >= 5 and all(options.get("check_vma") == "False" for options in given), given
+
+
+def test_a_call_is_divided_by_two_devices_and_more():
+    """Then the tower's attention is XLA's, as where a model is to keep to XLA or to one order of sums."""
+    one, two = (Mesh(np.array(jax.devices()[:n]), ("tensor",)) for n in (1, 2))
+    for compute, is_divided in ((Compute(), False), (Compute(mesh=one), False), (Compute(mesh=two), True)):
+        assert compute.is_divided == is_divided
+        assert compute.tower_backend == ("xla" if is_divided else "auto") and compute.token_tile is None
+    ways = dict(backend="xla"), dict(invariant=True), dict(backend="triton")
+    assert [Compute(**way).tower_backend for way in ways] == ["xla", "xla", "auto"]
+    assert Compute(invariant=True).token_tile == TOKEN_TILE["cpu"]
+    assert (Compute().remat, Compute().invariant) == (False, False)
 
 
 def test_layers_are_taken_apart_for_steps_on_a_gpu_but_not_in_tiles(monkeypatch):
@@ -703,6 +758,12 @@ def test_a_value_that_waits_for_the_garbage_collector_is_not_kept():
         return cycle[0]
 
     np.testing.assert_array_equal(apply_edit("x", edit, jnp.arange(3.0), {}), [0, 2, 4])
+
+
+def test_an_edit_that_keeps_nothing_collects_no_garbage(monkeypatch):
+    """A collection takes a second in a large process, for each edit of each layer."""
+    monkeypatch.setattr(gc, "collect", lambda: pytest.fail("garbage was collected"))
+    np.testing.assert_array_equal(apply_edit("x", jnp.negative, jnp.arange(3.0), {}), [0, -1, -2])
 
 
 def test_an_edit_s_own_error_is_its_own():

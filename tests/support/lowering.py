@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import jax
 import pytest
+from jax._src.state.types import WriteEffect
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 H200 = AbstractMesh(
@@ -18,10 +19,28 @@ def array(dtype, *shape) -> jax.ShapeDtypeStruct:
 
 
 def lower(fn, *args, mesh: AbstractMesh = H200) -> str:
+    """Return a program lowered for CUDA, each of whose kernels writes all of its outputs and can be launched."""
     with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         # pytest resets filters, this one too, which stands in pallas_kernels.triton_common.
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
-        return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        traced = jax.jit(fn).trace(*args)
+        check_kernels(traced.jaxpr.jaxpr)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def check_kernels(jaxpr) -> None:
+    """Check that the kernels of a program write to each of their outputs: what none writes to holds anything.
+
+    Their warps are a power of two, and 16 at most, which lowering does not look at.
+    """
+    for call in (equation for equation in equations(jaxpr) if equation.primitive.name == "pallas_call"):
+        kernel, mapping = call.params["jaxpr"], call.params["grid_mapping"]
+        first = mapping.num_index_operands + mapping.num_inputs
+        written = {effect.input for effect in kernel.effects if isinstance(effect, WriteEffect)}
+        outputs = kernel.invars[first : first + mapping.num_outputs]
+        assert written.issuperset(outputs), f"{call.params['name']} leaves an output as it is"
+        warps = getattr(call.params["compiler_params"], "num_warps", None)
+        assert warps in (None, 1, 2, 4, 8, 16), f"{call.params['name']} has {warps} warps"
 
 
 def refuse(match: str, fn, *args):

@@ -95,7 +95,7 @@ def walk(
         rows = slice(start, start + group)
         pages = dataclasses.replace(index_k, table=index_k.table[rows])
         parts.append(_walk_rows(index_q[rows], pages, positions[rows], lengths[rows], **options))
-    chosen = parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    chosen = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return chosen if sizes.return_keys else chosen[0]
 
 

@@ -62,9 +62,7 @@ def run(
 ) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
     """Run `index_topk` on checked operands."""
     batch, length, heads, width = index_q.shape
-    if config is None:
-        is_float32 = index_q.dtype == jnp.float32
-        config = Config(rows=64, keys=32, num_warps=4, num_stages=2) if is_float32 else Config()
+    config = default_config(index_q.dtype) if config is None else config
     padded_heads = power_of_two(heads)
     tile_tokens = max(1, min(config.rows // padded_heads, power_of_two(length)))
     out_tokens = max(length, tile_tokens)
@@ -101,6 +99,11 @@ def run(
         name="index_topk_merge",
     )(keys, ids, query_positions)
     return cut(chosen)
+
+
+def default_config(dtype: jax.typing.DTypeLike) -> Config:
+    """Return the sizes for queries in this dtype; products in float32 are slow and need small tiles."""
+    return Config(rows=64, keys=32, num_warps=4, num_stages=2) if dtype == jnp.float32 else Config()
 
 
 class TileQueries(NamedTuple):

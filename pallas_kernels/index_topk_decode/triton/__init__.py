@@ -59,10 +59,7 @@ def run(
 ) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
     """Run `index_topk_decode` on checked operands."""
     batch, length, heads, width = index_q.shape
-    if config is None:
-        # One-byte keys are converted on their way to the product: many small programs hide that best.
-        is_one_byte = index_k.pool.dtype == jnp.float8_e4m3fn
-        config = Config(programs=792, num_warps=2) if is_one_byte else Config()
+    config = default_config(index_k.pool.dtype) if config is None else config
     tile_rows = max(16, power_of_two(length * heads))
     num_blocks = index_k.num_blocks
     splits = max(1, min(num_blocks, config.programs // batch))
@@ -78,6 +75,11 @@ def run(
     )(index_q.reshape(batch, -1, width), positions, lengths, index_k.pool, index_k.finder())
     blocks = best_blocks(block_keys, group_keys, positions, lengths, rules, interpret)
     return (blocks, chosen_keys(blocks, block_keys, positions, rules)) if return_keys else blocks
+
+
+def default_config(stored: jax.typing.DTypeLike) -> Config:
+    """Return the sizes for keys in this dtype: many small programs hide best that one-byte keys are converted."""
+    return Config(programs=792, num_warps=2) if stored == jnp.float8_e4m3fn else Config()
 
 
 def _score_kernel(

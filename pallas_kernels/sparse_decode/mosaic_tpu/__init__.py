@@ -121,8 +121,8 @@ def run(
         )  # fmt: skip
         outs.append(out)
         lses.append(lse)
-    join = lambda parts: jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    return (join(outs), join(lses)) if return_lse else (join(outs),)
+    out, lse = jnp.concatenate(outs), jnp.concatenate(lses)
+    return (out, lse) if return_lse else (out,)
 
 
 def _attend_rows(

@@ -41,10 +41,10 @@ def kv_block_major(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     *,
-    return_lse: bool = False,
-    config: Config | None = None,
+    return_lse: bool,
+    config: Config | None,
     chunk: int | None = None,
-    interpret: Interpret = False,
+    interpret: Interpret,
 ) -> tuple[Array, ...]:
     """`sparse_prefill` of checked operands by this schedule.
 

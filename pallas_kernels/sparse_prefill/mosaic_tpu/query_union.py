@@ -45,9 +45,9 @@ def query_union(
     lengths: Int[Array, " B"],
     *,
     scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None = None,
-    return_lse: bool = False,
-    config: Config | None = None,
-    interpret: Interpret = False,
+    return_lse: bool,
+    config: Config | None,
+    interpret: Interpret,
 ) -> tuple[Array, ...]:
     """`sparse_prefill` of checked operands by this schedule.
 
@@ -71,8 +71,8 @@ def query_union(
         )
         outs.append(out)
         lses.append(lse)
-    join = lambda parts: jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    return (join(outs), join(lses)) if return_lse else (join(outs),)
+    out, lse = jnp.concatenate(outs), jnp.concatenate(lses)
+    return (out, lse) if return_lse else (out,)
 
 
 def union_lists(blocks: Int[Array, "B K T J"], query_positions: Int[Array, "B T"], sizes: Sizes) -> Int[Array, "X 1 U"]:

@@ -27,9 +27,9 @@ def query_union(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     *,
-    return_lse: bool = False,
-    config: Config | None = None,
-    interpret: bool = False,
+    return_lse: bool,
+    config: Config | None,
+    interpret: bool,
 ) -> tuple[Array, ...]:
     """`sparse_prefill` of checked operands by this schedule."""
     sizes = Sizes.of(q, k, blocks.shape[1], blocks.shape[3], config or default_config(q.dtype), return_lse, interpret)
