@@ -260,7 +260,7 @@ def without_order(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from [node] if all(map(_is_whole, node.args)) else []
             elif len(node.args) == 2:
                 is_numpys = _module_of(node.func) in ("np", "jnp", "math")
-                yield from [node] if called in SYMMETRIC and is_numpys or called == "swapaxes" else []
+                yield from [node] if (called in SYMMETRIC and is_numpys) or called == "swapaxes" else []
     yield from (node for node in looked_in if isinstance(node, ast.Tuple) and all(map(_is_plain, node.elts)))
     yield from _named_constants(tree, {id(node) for node in looked_in})
 
