@@ -12,6 +12,7 @@ from support import tiny
 
 from m3jax.evaluate import command, subjects, tasks
 from m3jax.evaluate.perplexity import Text
+from m3jax.evaluate.prompts import line_breaks
 from m3jax.evaluate.reading import Reading
 from m3jax.evaluate.subjects import Subject, each_loaded, read_texts, spread, tokenised
 from m3jax.evaluate.tasks import TASKS, context_of
@@ -46,6 +47,16 @@ def test_texts_are_cut_where_the_tokens_end():
     assert of(5) == [("a", a, 2), ("b", b[:2], 1)] and of(4) == of(3) == [("a", a, 2)] and of(2) == [("a", a[:2], 1)]
     with pytest.raises(ValueError, match="the texts have fewer than 2 tokens, or --tokens 1 leaves fewer"):
         of(1)
+
+
+def test_records_go_before_a_run_of_blanks_that_has_a_line_break_first():
+    """In a text of one token a letter: only there is the text on either side tokenised as before."""
+    text = "\na\n\n b \nc\n  d\te\n"
+    expected = [i for i, x in enumerate(text) if x == "\n" and (i == 0 or not text[i - 1].isspace())]
+    letters = Letters()
+    letters.vocab_size = 128
+    found = line_breaks(letters, np.array(letters.encode(text), np.int32))
+    assert found.tolist() == expected == [0, 2, 9, len(text) - 1]
 
 
 @pytest.mark.parametrize(("count", "length", "starts"), [(1, 4, [0]), (3, 4, [0, 3, 6]), (4, 1, [0, 3, 6, 9])])
