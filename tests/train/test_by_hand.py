@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import tiny
 
 from m3jax.decoding import Params, Sampling
 from m3jax.decoding.engine.request import Generation
 from m3jax.model import Choices
-from m3jax.train import convert, eagle3, grpo, packing, run
+from m3jax.train import convert, dense, eagle3, grpo, packing, run
 from m3jax.train.conversations import Example
 from m3jax.train.grpo import Rounds, RunSettings, prompts_of_round
 from m3jax.train.packing import pack, packed_row
@@ -104,6 +105,122 @@ def test_later_steps_of_a_draft_count_less():
 
 class Counted(NamedTuple):
     step: int
+
+
+STAGES = [run.Stage("dense", 3, 8, 2, False), run.Stage("long", 2, 16, 1, True), run.Stage("last", 4, 16, 1, True)]
+
+
+@pytest.mark.parametrize("begin", [0, 2, 3, 6, 9])
+def test_stages_are_run_one_after_the_other_from_where_the_state_is(begin, tmp_path, monkeypatch, capsys, unchecked):
+    """A stage ends at its own last step of the whole run, under its schedule; those that are over are not begun."""
+    keeper, ran = SimpleNamespace(), []
+    made = lambda folder, options: contextlib.nullcontext(keeper) if folder == tmp_path.resolve() else None
+    monkeypatch.setattr(run.ocp, "CheckpointManager", made)
+    monkeypatch.setattr(run, "restored", lambda found, state: Counted(begin) if found is keeper else None)
+    monkeypatch.setattr(run, "_with_schedule", lambda tree, schedule: (tree, schedule))
+    monkeypatch.setattr(run, "train_step", lambda *given, **named: (given, named))
+
+    def run_stage(name, last_step, state, step, *rest):
+        ran.append((name, last_step, state, step("state", "batch"), *rest))
+        return Counted(last_step)
+
+    monkeypatch.setattr(run, "_run_stage", run_stage)
+    look, loss = lambda state: None, lambda params, batch: None
+    end = run.run_stages(
+        tmp_path, STAGES, "state at 0", "adamw", loss, batches=lambda stage: f"batches of {stage.name}",
+        schedule="blockwise", keys=("a", "b"), shared={"teacher": 1}, balance_rate=0.5, workers=7, check=look,
+        check_every=11,
+    )  # fmt: skip
+    state, expected = Counted(begin), []
+    stepped = (("state", "batch"), dict(optimizer="adamw", loss_fn=loss, balance_rate=0.5))
+    for name, last, schedule in (("dense", 3, "dense"), ("long", 5, "blockwise"), ("last", 9, "blockwise")):
+        if begin < last:
+            fixed = ({"teacher": 1}, schedule)
+            of_run = (f"batches of {name}", ("a", "b"), fixed, 7, keeper, loss, look, 11)
+            expected.append((name, last, (state, schedule), stepped, *of_run))
+            state = Counted(last)
+    assert ran == expected and end == Counted(9)
+    assert capsys.readouterr().out == (f"going on from step {begin}\n" if begin else "")
+
+
+class Writes:
+    """An engine that is none: it ends its requests last first, and writes the seed of each."""
+
+    def __init__(self):
+        self.waiting = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting)
+
+    def add(self, prompt, params) -> int:
+        handle = 100 - len(self.waiting)
+        self.waiting[handle] = params
+        return handle
+
+    def step(self):
+        handle, params = self.waiting.popitem()
+        seed, temperature = params.sampling.seed, params.sampling.temperature
+        written = [seed] * (params.max_new_tokens - 1) + [int(10 * temperature)]
+        going_on = SimpleNamespace(handle=handle, generation=None)
+        return [going_on, SimpleNamespace(handle=handle, generation=SimpleNamespace(tokens=written))]
+
+
+def test_continuations_fill_their_rows_each_by_a_seed_of_its_own(monkeypatch, unchecked):
+    """Rows come in the order of their beginnings, and take the temperatures in turn."""
+    built, told = [], []
+    monkeypatch.setattr(eagle3, "build_engine", lambda *given, **named: built.append((given, named)) or Writes())
+    line = SimpleNamespace(say=told.append)
+    monkeypatch.setattr(eagle3, "activity", lambda progress: contextlib.nullcontext(line))
+    beginnings = [[7], [8, 9], [7, 7, 7]]
+    for batch, prefill_rows in ((9, 9), (300, 128)):
+        found = eagle3.continuations("model", beginnings, 6, (0.0, 0.5), batch)
+        expected = [[7, 0, 0, 0, 0, 0], [8, 9, 1, 1, 1, 5], [7, 7, 7, 2, 2, 0]]
+        np.testing.assert_array_equal(found, np.array(expected, np.int32), strict=True)
+        assert built.pop() == (("model",), dict(
+            rows=batch, length=6, prefill_chunk=3, prefill_rows=prefill_rows, steps_per_call=64, prefix_cache=False,
+            progress=True,
+        ))  # fmt: skip
+    assert told[:3] == [f"writing continuations: {n} of 3" for n in (1, 2, 3)]
+
+
+def test_norms_of_heads_of_what_was_a_llama_change_nothing():
+    """With an eps of 2**40 times the source's they are linear, by one; what writes into the stream is 2**20 times."""
+    config = tiny.config("d", rms_norm_eps=1e-5 * 2.0**40)
+    names = ("q_norm", "k_norm", "o_proj", "q_proj")
+    weights = {f"stacks.0.self_attn.{name}": np.ones(8, np.float32) for name in names}
+    weights |= {"stacks.0.mlp.down_proj": np.full(8, 3.0, np.float32), "embed_tokens": np.float32([0.5])}
+    found = dense.in_model_units(weights, config)
+    x = np.random.default_rng(0).normal(size=(4, 8)) * np.array([[1e-3], [0.1], [1.0], [2.0]])
+    for name in ("q_norm", "k_norm"):
+        stored = np.asarray(found[f"stacks.0.self_attn.{name}"], np.float64)
+        normed = (1 + stored) * x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps)
+        np.testing.assert_allclose(normed, x, rtol=2e-6)
+    assert found["stacks.0.self_attn.o_proj"][0] == 2**20 and found["stacks.0.mlp.down_proj"][0] == 3 * 2**20
+    assert found["stacks.0.self_attn.q_proj"][0] == 1 and found["embed_tokens"][0] == 2**19
+    assert dense.in_model_units(weights, tiny.config("d", rms_norm_eps=1.0)) == weights
+
+
+def test_a_row_of_attention_is_four_parts_of_256_queries_or_more(monkeypatch, unchecked):
+    """A part meets the keys up to its own end; so many of its queries at a time as a core's cache has scores for."""
+    taken = []
+
+    def noted(attend, chunk, axis, q, *rest):
+        taken.append((q.shape[axis], *attend.args, chunk))
+        return q
+
+    monkeypatch.setattr(packing, "map_chunks", noted)
+    monkeypatch.setattr(packing, "elements_at_once", lambda count: count)
+    for queries, keys, parts in (
+        (1, 1, [(1, 1)]), (256, 256, [(256, 256)]), (300, 300, [(256, 256), (44, 300)]),
+        (1024, 1024, [(256, n) for n in (256, 512, 768, 1024)]),
+        (2000, 2500, [(500, n) for n in (1000, 1500, 2000, 2500)]),
+    ):  # fmt: skip
+        taken.clear()
+        x = lambda count, heads: np.zeros((1, count, heads, 1), np.float32)
+        packing.attend_by_chunks(x(queries, 2), x(keys, 1), x(keys, 1), None)
+        fits = [packing.rows_within(2**20, 2 * end, count) for count, end in parts]
+        assert taken == [(*part, chunk) for part, chunk in zip(parts, fits, strict=True)]
 
 
 def test_what_a_stage_says_and_keeps(monkeypatch, capsys, unchecked):
