@@ -599,6 +599,9 @@ def test_what_a_plot_shows():
     svg = _svg(found)
     assert svg.startswith("<svg") and svg.rstrip().endswith("</svg>") and "date" not in svg.lower()
     assert 'height="432pt"' in svg  # two plots of three inches each
+    assert all(f"<!-- {words} -->" in svg for words in ("relative error", "flipped, %", "layer", "attention"))
+    without = _svg(replace(found, layers={2: Layer({"attention": 0.5})}))
+    assert 'height="252pt"' in without and "<!-- relative error -->" in without and "flipped" not in without
 
 
 def test_what_a_comparison_reads_and_runs(monkeypatch, unchecked):
