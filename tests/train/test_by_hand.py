@@ -15,13 +15,17 @@ from support import tiny
 from m3jax.decoding import Params, Sampling
 from m3jax.decoding.engine.request import Generation
 from m3jax.model import Choices
-from m3jax.train import convert, dense, eagle3, grpo, packing, run
+from m3jax.train import convert, eagle3, grpo, packing, run
 from m3jax.train.conversations import Example
+from m3jax.train.dense import in_model_units
+from m3jax.train.eagle3 import continuations
 from m3jax.train.grpo import Rounds, RunSettings, prompts_of_round
-from m3jax.train.packing import pack, packed_row
+from m3jax.train.packing import attend_by_chunks, pack, packed_row
 from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, as_batch_of_groups, roll_out
+from m3jax.train.run import Stage, run_stages
 from m3jax.train.sft import PackedBatches, SFTSettings
 from m3jax.train.shared_prompts import GroupLayout, shared_tokens
+from m3jax.train.units import LARGE_UNIT
 
 # Rows
 
@@ -107,7 +111,7 @@ class Counted(NamedTuple):
     step: int
 
 
-STAGES = [run.Stage("dense", 3, 8, 2, False), run.Stage("long", 2, 16, 1, True), run.Stage("last", 4, 16, 1, True)]
+STAGES = [Stage("dense", 3, 8, 2, False), Stage("long", 2, 16, 1, True), Stage("last", 4, 16, 1, True)]
 
 
 @pytest.mark.parametrize("begin", [0, 2, 3, 6, 9])
@@ -126,7 +130,7 @@ def test_stages_are_run_one_after_the_other_from_where_the_state_is(begin, tmp_p
 
     monkeypatch.setattr(run, "_run_stage", run_stage)
     look, loss = lambda state: None, lambda params, batch: None
-    end = run.run_stages(
+    end = run_stages(
         tmp_path, STAGES, "state at 0", "adamw", loss, batches=lambda stage: f"batches of {stage.name}",
         schedule="blockwise", keys=("a", "b"), shared={"teacher": 1}, balance_rate=0.5, workers=7, check=look,
         check_every=11,
@@ -174,7 +178,7 @@ def test_continuations_fill_their_rows_each_by_a_seed_of_its_own(monkeypatch, un
     monkeypatch.setattr(eagle3, "activity", lambda progress: contextlib.nullcontext(line))
     beginnings = [[7], [8, 9], [7, 7, 7]]
     for batch, prefill_rows in ((9, 9), (300, 128)):
-        found = eagle3.continuations("model", beginnings, 6, (0.0, 0.5), batch)
+        found = continuations("model", beginnings, 6, (0.0, 0.5), batch)
         expected = [[7, 0, 0, 0, 0, 0], [8, 9, 1, 1, 1, 5], [7, 7, 7, 2, 2, 0]]
         np.testing.assert_array_equal(found, np.array(expected, np.int32), strict=True)
         assert built.pop() == (("model",), dict(
@@ -190,15 +194,17 @@ def test_norms_of_heads_of_what_was_a_llama_change_nothing():
     names = ("q_norm", "k_norm", "o_proj", "q_proj")
     weights = {f"stacks.0.self_attn.{name}": np.ones(8, np.float32) for name in names}
     weights |= {"stacks.0.mlp.down_proj": np.full(8, 3.0, np.float32), "embed_tokens": np.float32([0.5])}
-    found = dense.in_model_units(weights, config)
+    found = in_model_units(weights, config)
     x = np.random.default_rng(0).normal(size=(4, 8)) * np.array([[1e-3], [0.1], [1.0], [2.0]])
     for name in ("q_norm", "k_norm"):
         stored = np.asarray(found[f"stacks.0.self_attn.{name}"], np.float64)
         normed = (1 + stored) * x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps)
         np.testing.assert_allclose(normed, x, rtol=2e-6)
-    assert found["stacks.0.self_attn.o_proj"][0] == 2**20 and found["stacks.0.mlp.down_proj"][0] == 3 * 2**20
+    assert (
+        found["stacks.0.self_attn.o_proj"][0] == LARGE_UNIT == 2**20 and found["stacks.0.mlp.down_proj"][0] == 3 * 2**20
+    )
     assert found["stacks.0.self_attn.q_proj"][0] == 1 and found["embed_tokens"][0] == 2**19
-    assert dense.in_model_units(weights, tiny.config("d", rms_norm_eps=1.0)) == weights
+    assert in_model_units(weights, tiny.config("d", rms_norm_eps=1.0)) == weights
 
 
 def test_a_row_of_attention_is_four_parts_of_256_queries_or_more(monkeypatch, unchecked):
@@ -218,7 +224,7 @@ def test_a_row_of_attention_is_four_parts_of_256_queries_or_more(monkeypatch, un
     ):  # fmt: skip
         taken.clear()
         x = lambda count, heads: np.zeros((1, count, heads, 1), np.float32)
-        packing.attend_by_chunks(x(queries, 2), x(keys, 1), x(keys, 1), None)
+        attend_by_chunks(x(queries, 2), x(keys, 1), x(keys, 1), None)
         fits = [packing.rows_within(2**20, 2 * end, count) for count, end in parts]
         assert taken == [(*part, chunk) for part, chunk in zip(parts, fits, strict=True)]
 
