@@ -1,9 +1,11 @@
 """Each part of a comparison by its definition: what a difference looks like, which tokens a dump has, what is drawn."""
 
 import contextlib
+import io
 import re
 import sys
 import warnings
+import zipfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from support import tiny
 
 from m3jax.compare import live, pairs, report, running
+from m3jax.compare.dumps import read_dump
 from m3jax.compare.flips import find_flips
 from m3jax.compare.hints import are_float8, hint
 from m3jax.compare.names import TABLES, Meaning, _by_table
@@ -337,6 +340,54 @@ def test_the_narrowest_dtype_says_which_tolerance_holds():
         "float64", "float32", "bfloat16", "float32", "float64"
     )  # fmt: skip
     assert of("f4", ml_dtypes.bfloat16) == of(ml_dtypes.float8_e4m3fn) == "bfloat16"
+
+
+def test_npz_files_of_both_versions_are_read_and_no_other(tmp_path):
+    """An array's header may be of version 1 or 2; what claims more than there is is refused unread."""
+    array, name = np.arange(6, dtype=np.float32).reshape(2, 3), tmp_path / "x.npz"
+
+    def written(version, value=array, cut=0):
+        stream = io.BytesIO()
+        np.lib.format.write_array(stream, value, version=version, allow_pickle=False)
+        with zipfile.ZipFile(name, "w") as archive:
+            archive.writestr("a.npy", stream.getvalue()[: len(stream.getvalue()) - cut])
+        return read_dump(tmp_path)["a"].ranks[0]
+
+    for version in ((1, 0), (2, 0)):
+        np.testing.assert_array_equal(written(version), array, strict=True)
+    brain = array.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(written((1, 0), brain.view("V2")), brain, strict=True)
+    for arguments, reason in (
+        (((3, 0),), r"has a header of version \(3, 0\)"), (((1, 0), array, 1), "24 bytes claimed, 23 there"),
+        (((1, 0), array + 1j), "has dtype complex64, which are no real numbers"),
+        (((1, 0), np.array(["ab"])), "which are no real numbers"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=reason):
+            written(*arguments)
+
+
+def test_ranks_of_one_name_are_put_in_their_order(tmp_path):
+    """By the number behind rank or tp in a file's name; each from 0 on, once."""
+    array = lambda n: np.full(2, n, np.float32)
+    write = lambda folder, **files: [
+        (folder.mkdir(exist_ok=True), np.savez(folder / f"{name.replace('_', '-')}.npz", a=array(n)))
+        for name, n in files.items()
+    ]
+    write(tmp_path / "a", tp10=10, **{f"tp{n}": n for n in range(10)})
+    assert [int(x[0]) for x in read_dump(tmp_path / "a")["a"].ranks] == [*range(11)]
+    write(tmp_path / "b", dump_rank_1=1, dump_RANK0=0)
+    assert [int(x[0]) for x in read_dump(tmp_path / "b")["a"].ranks] == [0, 1]
+    write(tmp_path / "c", whole=5)
+    assert [int(x[0]) for x in read_dump(tmp_path / "c")["a"].ranks] == [5]
+    for folder, files, reason in (
+        ("d", dict(rank0=0, other=1), "both have 'a'; call the files of ranks"),
+        ("e", dict(rank0=0, tp0=1), "both have 'a'"),
+        ("f", dict(rank0=0, rank2=1), r"'a' is there for ranks \[0, 2\], not for every one from 0 on"),
+        ("g", dict(rank1=0, rank2=1), r"for ranks \[1, 2\]"),
+    ):  # fmt: skip
+        write(tmp_path / folder, **files)
+        with pytest.raises(ValueError, match=reason):
+            read_dump(tmp_path / folder)
 
 
 # What is recomputed, with numpy in the place of a compiled definition

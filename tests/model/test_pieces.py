@@ -717,6 +717,20 @@ def test_tables_of_angles_and_the_clamped_product():
     np.testing.assert_allclose(swiglu_oai(jnp.ones(1), jnp.ones(1), 1.0, 9.0), 2 / (1 + np.exp(-1)), rtol=1e-6)
 
 
+def test_the_clamps_of_the_product_pass_the_gradient_at_their_limits():
+    """As PyTorch's do, which transformers trains with: a number is cut off beyond its limit, and not on it."""
+    limit, alpha = 2.0, 1.5
+    points = np.array([-3, -2, -1, 1, 2, 3], np.float32)
+    gate, up = (x.ravel() for x in np.meshgrid(points, points))
+    total = lambda gate, up: swiglu_oai(gate, up, alpha, limit).sum()
+    of_gate, of_up = jax.grad(total, argnums=(0, 1))(jnp.asarray(gate), jnp.asarray(up))
+    g, u = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    sigmoid = 1 / (1 + np.exp(-alpha * g))
+    slope = sigmoid * (1 + alpha * g * (1 - sigmoid))
+    np.testing.assert_allclose(of_gate, (u + 1) * slope * (gate <= limit), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(of_up, g * sigmoid * (np.abs(up) <= limit), rtol=1e-5, atol=1e-6)
+
+
 def test_features_stand_in_place_of_their_tokens():
     x, features = jnp.arange(12.0).reshape(2, 3, 2), 100 + jnp.arange(4.0).reshape(2, 2)
     found = join_features(x, features, jnp.array([[-1, 1, 0], [0, -1, -1]], jnp.int32))
