@@ -603,6 +603,11 @@ def test_choices_that_no_model_can_have_made_are_found():
         found = of_experts(1, chosen)
         assert found.startswith(f"choices.expert_ids[0, 1, 0] = {chosen}: give distinct ids from 0 to 7, or -1 first")
 
+    three = lambda *ids: Choices(expert_ids=np.full((1, 3, 1, 3), ids)).find_problem(config, *at)
+    assert not three(5, 3, 4) and not three(7, 0, 3)
+    for twice in ((3, 5, 3), (3, 3, 5), (5, 3, 3)):
+        assert f"choices.expert_ids[0, 0, 0] = {list(twice)}: give distinct ids" in three(*twice)
+
     def of_blocks(token, chosen, head=3):
         blocks = np.full((1, 3, 1, 4, 3), -1)
         blocks[0, 0, 0, :, :2], blocks[0, 1, 0, :, 0] = [0, 1], 0
