@@ -16,10 +16,12 @@ from m3jax.decoding.device import PROGRAMS, scores
 from m3jax.decoding.device.compiler_options import CPU_DECODE_OPTIONS, CPU_PREFILL_OPTIONS, OPTIONS, STEP_OPTIONS
 from m3jax.decoding.engine import checks
 from m3jax.decoding.engine import engine as engines
+from m3jax.decoding.engine import runner as runners
+from m3jax.decoding.engine.exchange import PAGES_A_CALL
 from m3jax.decoding.engine.media import FeatureRows, PlacedSegment, prefix_keys
 from m3jax.decoding.engine.options import EngineKnobs
 from m3jax.decoding.engine.report import Drafting, Timings, offload_counters
-from m3jax.decoding.engine.request import Generation, PromptScores, Request, check_ids
+from m3jax.decoding.engine.request import Generation, PromptScores, Request, RequestTimings, check_ids
 from m3jax.decoding.engine.runner import Runner
 from m3jax.decoding.engine.sealed import seal, unseal
 from m3jax.decoding.engine.shapes import DRAFT_TOKENS, Shapes
@@ -403,6 +405,89 @@ def test_a_generation_is_cut_in_all_its_lists():
     assert (cut.tokens, cut.logprobs, cut.versions, cut.stop_reason) == ([1, 2], [-1.0, -2.0], [0, 0], "stop_string")
     assert cut.top_logprobs == [{1: -1.0}, {2: -2.0}] and cut.records["blocks"].tolist() == [0, 1]
     assert cut.prompt_tokens == 4 and len(cut.prompt_logprobs) == 3
+
+
+def test_a_request_begins_with_nothing():
+    """No token is cached, counted or told of; without page keys of its own, its priority is the middle one."""
+    found = {name: value for name, value in vars(Request(3, (1, 2), params())).items() if name != "added_at"}
+    assert found.pop("prompt_scores").known == [] and found.pop("params") == params()
+    assert found == dict(
+        handle=3, prompt=(1, 2), segments=(), prompt_keys=found["prompt_keys"], new=[], logprobs=[], top_logprobs=[],
+        guide=None, edits=None, key_offset=0, recorded=[], unread_records=None, row=None, page_handle=None, cached=0,
+        found=None, is_decoding=False, stop_reason="unfinished", versions=[], priority=0, deadline=None, group=None,
+        reported=0, passes=0, common={}, preemptions=0, drafted=0, accepted=0, row_at=None, first_token_at=None,
+        last_token_at=None,
+    )  # fmt: skip
+    assert Shapes(batch=1, prompts=1, chunks=(8,), steps=1, stop_ids=1) == Shapes(
+        1, 1, (8,), 1, 1, decode_rows=(), biases=0, bad_words=0, top_logprobs=0, records=(), edits=(),
+        prompt_logprobs=False, draft_tokens=0, media_patches=(), media_tokens=0,
+    )  # fmt: skip
+
+
+def test_generations_of_the_same_tokens_are_equal_however_they_were_made():
+    """Who drew them when, what was recorded and how many proposals there were is no part of the text."""
+    one = Generation([1], [-0.5], "length", 3)
+    assert (one.cached_tokens, one.drafted, one.accepted, one.timings) == (0, 0, 0, None)
+    other = dict(versions=[4], timings=RequestTimings(), records={"blocks": np.zeros(1)}, drafted=5, accepted=2)
+    for name, value in other.items():
+        assert replace(one, **{name: value}) == one, name
+    for name, value in dict(tokens=[2], logprobs=[-0.25], stop_reason="stop_id", cached_tokens=1).items():
+        assert replace(one, **{name: value}) != one, name
+
+
+def test_seeds_of_a_group_follow_one_another():
+    assert engines._seeds(5, 3) == [5, 6, 7] and engines._seeds(2**32 - 2, 4) == [2**32 - 2, 2**32 - 1, 0, 1]
+
+
+def test_pages_travel_in_groups_of_one_size():
+    found = [group.tolist() for group in runners._padded_groups([*range(5, 5 + PAGES_A_CALL + 2)])]
+    assert found == [[*range(5, 5 + PAGES_A_CALL)], [5 + PAGES_A_CALL, 6 + PAGES_A_CALL, *[-1] * (PAGES_A_CALL - 2)]]
+    assert runners._padded_groups([]) == [] and [len(x) for x in runners._padded_groups([1] * PAGES_A_CALL)] == [8]
+
+
+@pytest.mark.parametrize(
+    ("programs", "names"),
+    [
+        (("prefill", "tower", "decode", "pages"), "prefill of 2 x 8 and 16 tokens, vision tower for 4 and 16 patches, "
+         "decode of 4 steps, copies of pages"),
+        (("decode",), "decode of 4 steps"), (("tower", "pages"), "vision tower for 4 and 16 patches, copies of pages"),
+        (("prefill",), "prefill of 2 x 8 and 16 tokens"), ((), ""),
+    ],
+)  # fmt: skip
+def test_programs_are_compiled_under_their_names(programs, names, monkeypatch, unchecked):
+    """The tower's before prefill's; of a draft steps are rounds. What was compiled is not compiled again by size."""
+    compiled, watched = [], []
+    note = lambda calls, meanwhile=None: compiled.append((list(calls), meanwhile))
+    monkeypatch.setattr(runners, "compile_all", note)
+    runner = Runner.__new__(Runner)
+    runner.shapes = replace(SHAPES, media_patches=(4, 16), decode_rows=(1,), records=("blocks",), prompt_logprobs=True)
+    runner.host, runner.drafter, runner.state = None, None, SimpleNamespace(lengths=0)
+    runner._compiled_widths, runner._compiled_sizes = set(), set()
+    runner._empty_tower_call = lambda size: ("tower", size)
+    runner._prefill_call = lambda *given: ("prefill", *given)
+    runner._decode_call = lambda *given, rows: ("decode", *given, len(rows))
+    runner._start_call = lambda starts: ("start", starts)
+    watch = lambda text: watched.append(text) or nullcontext()
+    runner.warmup(programs, (8, 16), watch)
+    assert watched == [names]
+    ((calls, meanwhile),) = compiled
+    expected = [("tower", size) for size in (4, 16) if "tower" in programs]
+    recordings = ((), ("blocks",))
+    if "prefill" in programs:
+        expected += [("prefill", (), w, r, scores) for w in (8, 16) for r in recordings for scores in (False, True)]
+    if "decode" in programs:
+        expected += [*(("decode", 0, {}, r, size) for size in (1, 2) for r in recordings), ("start", ())]
+    assert calls == expected and (meanwhile is not None) == ("pages" in programs)
+    runner.drafter = object()
+    runner.warmup(("decode",), (), watch, all_record=True)
+    assert watched[1] == "decode of 4 rounds"
+    assert compiled[1][0] == [*(("decode", 0, {}, ("blocks",), size) for size in (1, 2)), ("start", ())]
+    watched.clear()
+    is_new = "prefill" not in programs, "tower" not in programs
+    assert runner.warmup_sizes((16, 8, 8), (16,), watch) == any(is_new)
+    texts = ("prefill of 2 x 8 and 16 tokens", "vision tower for 16 patches")
+    assert watched == ([", ".join(text for text, new in zip(texts, is_new, strict=True) if new)] if any(is_new) else [])
+    assert not runner.warmup_sizes((8,), (16,), watch)
 
 
 def test_stop_ids_that_count():
