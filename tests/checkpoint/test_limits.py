@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support import tiny, vision
 
 from m3jax import make_mesh
-from m3jax.checkpoint import loading, names, plan, reader, replacing, saving
+from m3jax.checkpoint import loading, mxfp8, names, plan, reader, replacing, saving
 from m3jax.checkpoint.draft import draft_config, load_draft
 from m3jax.checkpoint.loading import _DeviceBuffer, _HostBuffer, _Parameter
 from m3jax.checkpoint.names import Target
@@ -28,6 +28,7 @@ def test_limits_of_files():
     assert (json_file.MOST_BYTES, json_file.MOST_ITEMS, json_file.MOST_DEPTH) == (16_777_216, 100_000, 64)
     assert float(np.finfo(np.float32).max) == json_file.LARGEST and json_file._MOST_DIGITS == 60
     assert (tensors.MOST_HEADER_BYTES, tensors._MOST_AXES) == (100_000_000, 32)
+    assert (plan._LISTED, mxfp8._CHUNK) == (100_000, 131_072)  # faults that are listed, elements decoded at once
 
 
 def test_dtypes_that_are_read_and_written():

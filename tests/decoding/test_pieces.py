@@ -11,10 +11,10 @@ import pytest
 from support import tiny
 
 from m3jax import model as m3_model
-from m3jax.decoding import Engine, Params, Sampling, Storage, Work, build_engine, engine_for
-from m3jax.decoding.device import PROGRAMS, scores
+from m3jax.decoding import Engine, Params, Sampling, Storage, Work, build_engine, engine_for, sampling
+from m3jax.decoding.device import PROGRAMS, scores, state
 from m3jax.decoding.device.compiler_options import CPU_DECODE_OPTIONS, CPU_PREFILL_OPTIONS, OPTIONS, STEP_OPTIONS
-from m3jax.decoding.engine import checks
+from m3jax.decoding.engine import checks, definition, media, scheduler, sealed
 from m3jax.decoding.engine import engine as engines
 from m3jax.decoding.engine import runner as runners
 from m3jax.decoding.engine.exchange import PAGES_A_CALL
@@ -433,6 +433,16 @@ def test_generations_of_the_same_tokens_are_equal_however_they_were_made():
         assert replace(one, **{name: value}) == one, name
     for name, value in dict(tokens=[2], logprobs=[-0.25], stop_reason="stop_id", cached_tokens=1).items():
         assert replace(one, **{name: value}) != one, name
+
+
+def test_so_much_is_kept_and_looked_at():
+    """Results, features and their numbers, a snapshot's header; how far a request may be passed is the definition's."""
+    assert (engines.RESULTS_KEPT, media.MEDIA_TOKENS, media._MOST_NUMBERS) == (1024, 16384, 2**16)
+    assert (sealed._MOST_HEADER_BYTES, state._FEW_ELEMENTS, PAGES_A_CALL) == (2**24, 2**16, 8)
+    assert scheduler.MOST_PASSES == definition.MOST_PASSES == 16
+    assert scheduler._LOOK_AHEAD == definition.LOOK_AHEAD == 8
+    assert (sampling._MOST_BIAS, sampling.MASK_BITS, sampling.USED, sampling.MAX_TOP_LOGPROBS) == (100.0, 32, 2, 20)
+    assert sampling.WORD_TOKENS == 8
 
 
 def test_seeds_of_a_group_follow_one_another():

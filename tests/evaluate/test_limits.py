@@ -1,23 +1,31 @@
 """Numbers of the tools that a user meets: limits of a dialogue and of a folder's defaults, shares, schema versions."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from m3jax.compare import report, text
+from m3jax.compare import hints, pairs, report, text
 from m3jax.compare.__main__ import DIFFER
 from m3jax.completion import Defaults
+from m3jax.dialogue import dialogue
 from m3jax.dialogue.chat import MOST_NEW_TOKENS
 from m3jax.dialogue.dialogue import MOST_CONTEXT
-from m3jax.evaluate import command, dumps, prompts, reading, sources
+from m3jax.evaluate import caught, command, dumps, prompts, reading, sources, subjects
 from m3jax.evaluate.__main__ import OPTIONS, TASKS, main, parser, with_defaults
+
+chat = sys.modules["m3jax.dialogue.chat"]  # the package has a function of this name
 
 
 def test_numbers_that_a_user_meets():
     assert (MOST_NEW_TOKENS, MOST_CONTEXT, DIFFER) == (4096, 32_768, 1)
     assert (command.SCHEMA, dumps.SCHEMA, prompts.DISTRACTORS) == (1, 1, 24)
     assert (sources._MIN_CHARACTERS, sources._VALIDATION_SHARE, text._FEW) == (64, 25, 6)
-    assert reading._LOGITS_AT_ONCE == 2**25
+    assert (hints._MOST_STEP, hints._MOST_INPUTS, pairs._MOST_TOKENS, report._CHUNK) == (16, 2048, 2048, 256)
+    # Tokens of a device call of a dialogue, of a stream, and stop ids that it is made for; of a float8 cache's scales.
+    assert (dialogue._STEPS, chat._STREAM_STEPS, dialogue._STOP_IDS, subjects._SCALE_TOKENS) == (4, 4, 8, 512)
+    # Numbers that are held at once: logits, those that cross to the host, and probabilities.
+    assert (reading._LOGITS_AT_ONCE, dumps._LOGITS_OF_A_CALL, caught._SCORE_BUDGET) == (2**25, 2**26, 2**26)
     assert report._MOST_ROUNDING == {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
 
 

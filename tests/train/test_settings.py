@@ -11,7 +11,7 @@ from support import tiny
 from support.options import wrong_defaults
 
 from m3jax.model.build import abstract
-from m3jax.train import convert, dense, eagle3, lora, losses, policy, rewards, rollouts, run, sft
+from m3jax.train import convert, dense, eagle3, lora, losses, packing, policy, rewards, rollouts, run, sft
 from m3jax.train import step as steps
 from m3jax.train.__main__ import parser
 from m3jax.train.convert_command import convert_parser, run_convert
@@ -64,6 +64,16 @@ DEFAULTS = {
     ),
     steps.train_step: dict(balance_rate=1e-3),
 }  # fmt: skip
+
+
+def test_so_much_is_held_and_waited_for():
+    """Numbers that are held at once, whatever the sizes; seconds; and limits that docs/training.md names."""
+    assert (losses._SCORE_BUDGET, convert._SCORE_BUDGET, packing._SCORE_BUDGET) == (2**26, 2**26, 2**24)
+    assert (packing._SCORES_AT_ONCE, sft._LOGITS_BUDGET) == (2**20, 2**24)
+    assert (packing._PARTS, packing._LEAST_PART, packing._OPEN_ROWS) == (4, 256, 64)
+    assert (run.KEEP_SECONDS, rewards._FIRST_SECONDS) == (60.0, 60.0)
+    assert (policy.LOG_RATIO_LIMIT, policy.PROB_ERROR_ALARM) == (20.0, 1.05)
+    assert (eagle3.STEP_WEIGHT, dense._LEAST_EPS) == (0.8, 1e-7)
 
 
 @pytest.mark.parametrize("of", DEFAULTS, ids=lambda of: of.__name__)
