@@ -1,8 +1,10 @@
 """What the commands of training hand on, with no model: each part that reads, computes or writes is noted."""
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +12,13 @@ import numpy as np
 import pytest
 
 from m3jax.train import __main__ as command
+from m3jax.train import convert as convert_module
 from m3jax.train import convert_command, keeping, sft_command
+from m3jax.train import sft as sft_module
 from m3jax.train.__main__ import main, parser
+from m3jax.train.accumulate import Accumulated
 from m3jax.train.conversations import Example
-from m3jax.train.convert import ConvertSettings
+from m3jax.train.convert import ConvertSettings, WarmUpLoss
 from m3jax.train.convert_command import convert_parser
 from m3jax.train.keeping import save_trained, states_in
 from m3jax.train.lora import LoraLoss, LoraSettings
@@ -357,3 +362,169 @@ def test_states_are_closed_and_their_writer_is_quiet(monkeypatch, tmp_path):
     with pytest.raises(KeyError), states_in(tmp_path):
         raise KeyError
     assert log.level == level
+
+
+# Runs, whose steps are none
+
+
+class Leaf(SimpleNamespace):
+    """An array of a state, which a step that was interrupted has taken with it."""
+
+    def is_deleted(self):
+        return self.gone
+
+
+@pytest.fixture
+def tuning(monkeypatch, tmp_path):
+    """`fine_tune` with steps that count, a clock that goes on by four seconds a step, and a state that is noted."""
+    noted = SimpleNamespace(kept=[], said=[], told=[], lines=[], board=[], steps=[], begun=0, clock=0.0, gone=False)
+    noted.fails_at = None
+    settings = SFTSettings(steps=9, length=8, learning_rate=0.5, schedule="linear")
+    state = lambda step: SimpleNamespace(step=step)
+    keeper = SimpleNamespace(latest_step=lambda: noted.kept[-1] if noted.kept else None)
+    line = SimpleNamespace(say=noted.told.append)
+
+    def step(before, batch, optimizer, loss_fn, balance_rate):
+        if before.step == noted.fails_at:
+            raise KeyboardInterrupt
+        noted.steps.append((before.step, batch, optimizer, loss_fn, balance_rate))
+        noted.clock += 4.0
+        return state(before.step + 1), {noted.loss: 0.25 * before.step, "grad_norm": 2.0}
+
+    replaced = dict(
+        check_same_run=lambda folder, about: noted.__dict__.update(same=(folder, about)), train_step=step,
+        states_in=lambda folder: noted.__dict__.update(folder=folder) or contextlib.nullcontext(keeper),
+        restored=lambda found, given: state(noted.begun) if found is keeper and given == "state" else None,
+        keep=lambda found, number, kept: noted.kept.append(number) if kept.step == number else None,
+        MetricLines=lambda *given: noted.__dict__.update(metrics=given) or SimpleNamespace(write=noted.lines.append),
+        activity=lambda about: contextlib.nullcontext(line), _on_devices=lambda batch, mesh: batch | {"on": mesh},
+        time=SimpleNamespace(perf_counter=lambda: noted.clock),
+        writer_of_events=lambda: lambda folder, purge_step: contextlib.nullcontext(
+            SimpleNamespace(add_scalar=lambda *given: noted.board.append((folder, purge_step, *given)))
+        ),
+    )  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(sft_module, name, value)
+    monkeypatch.setattr(sft_module.jax.tree, "leaves", lambda tree: [Leaf(gone=noted.gone)])
+    loss_fn = SFTLoss()
+
+    class Numbers:
+        def __getitem__(self, number):
+            return {"tokens": number, "num_targets": 10 + number, "num_tokens": 100}
+
+    def tune(loss="lm", **options):
+        noted.loss = loss
+        options = (
+            dict(say=noted.said.append, origin={"a": "b"}, shared={"base": 1}, mesh="mesh", save_every=4) | options
+        )
+        return sft_module.fine_tune("state", Numbers(), "adamw", loss_fn, settings, tmp_path, **options)
+
+    noted.tune, noted.settings, noted.loss_fn = tune, settings, loss_fn
+    return noted
+
+
+def test_a_run_of_steps_says_keeps_and_writes_what_it_does(tuning, tmp_path):
+    """A line at the first step, at the last and every ten seconds; a state every so many steps, and the last one."""
+    assert tuning.tune(metrics="metrics", about={"phase": "x"}, steps_before=20, tensorboard="events").step == 9
+    assert tuning.same == (tmp_path, {"a": "b"} | dataclasses.asdict(tuning.settings)) and tuning.folder == tmp_path
+    assert tuning.metrics == ("metrics", 20) and tuning.kept == [4, 8, 9]
+    numbers = [(number, batch, optimizer, rate) for number, batch, optimizer, _, rate in tuning.steps]
+    batch = lambda n: {"tokens": n, "num_targets": 10 + n, "num_tokens": 100, "on": "mesh", "base": 1}
+    assert numbers == [(n, batch(n), "adamw", 0.0) for n in range(9)]
+    assert all(loss == Accumulated(tuning.loss_fn, sft_module.ROWS) for *_, loss, _ in tuning.steps)
+    assert tuning.lines == [
+        dict(step=21 + n, phase="x", loss=0.25 * n, grad_norm=2.0, learning_rate=float(tuning.settings.rate(n)),
+             targets=10 + n, tokens=100, seconds=4.0) for n in range(9)
+    ]  # fmt: skip
+    shown = {name for name in tuning.lines[0] if name != "phase"}
+    assert {(name, step, value) for *_, name, value, step in tuning.board} == {
+        (f"sft/{name}", n + 1, tuning.lines[n][name]) for n in range(9) for name in shown
+    }  # fmt: skip
+    assert {each[:2] for each in tuning.board} == {("events", 1)}
+    assert tuning.told == [f"step {n} of 9{': compiling' if n == 1 else ''}" for n in range(1, 10)]
+    assert tuning.said == [f"step {n} of 9: loss {0.25 * (n - 1):.4f}, 25 tokens/s" for n in (1, 4, 7, 9)]
+
+
+def test_a_run_of_steps_goes_on_from_what_was_kept(tuning):
+    tuning.begun = 6
+    assert tuning.tune(loss="kl", tensorboard="events").step == 9
+    assert tuning.said[0] == "going on from step 6" and [n for n, *_ in tuning.steps] == [6, 7, 8]
+    assert tuning.metrics == (None, 6) and tuning.kept == [8, 9] and tuning.board[0][1] == 7
+    assert [line["loss"] for line in tuning.lines] == [1.5, 1.75, 2.0] and tuning.lines[0]["kl"] == 1.5
+    tuning.begun, tuning.steps[:] = 9, []
+    tuning.said.clear()
+    assert tuning.tune().step == 9 and tuning.steps == tuning.said == []
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "gone", "processes", "kept"),
+    [(3, False, 1, [3]), (3, True, 1, []), (3, False, 2, []), (0, False, 1, []), (4, False, 1, [4]),
+     (6, False, 1, [4, 6])],
+)  # fmt: skip
+def test_steps_that_are_interrupted_keep_a_whole_state_once(tuning, monkeypatch, fails_at, gone, processes, kept):
+    tuning.fails_at, tuning.gone = fails_at, gone
+    monkeypatch.setattr(sft_module.jax, "process_count", lambda: processes)
+    with pytest.raises(KeyboardInterrupt):
+        tuning.tune()
+    assert tuning.kept == kept and tuning.said[-1] == "stopped: the same command goes on from what was kept"
+
+
+def test_a_conversion_trains_the_index_branch_and_then_all_under_its_selection(monkeypatch, tmp_path):
+    """What is held out is measured before, between and after; lines of the second phase follow those of the first."""
+    calls = Calls()
+    config = SimpleNamespace(index_topk_blocks=3, index_block_size=16)
+    model, warmed = (SimpleNamespace(config=config, mesh="mesh", name=name) for name in ("model", "warmed"))
+    has_index, line = [True], contextlib.nullcontext(SimpleNamespace(say=calls.of("line")))
+    replaced = dict(
+        check_trainable=lambda of: None, check_rows=calls.of("check_rows"),
+        index_weights=lambda of: "index" if has_index[0] else {}, with_index_weights=lambda of, weights: warmed,
+        PackedBatches=lambda *given: given, check_same_run=calls.of("same"), measure=lambda of, *given: (of, *given),
+        in_words=lambda found: "words", activity=lambda about: line,
+        make_optimizer=lambda rate, decay, **named: (rate(3), decay, named), cast_weights=lambda of, dtype: (of, dtype),
+        first_state=lambda *given: ("first", *given), init_state=lambda *given: ("init", *given),
+        fine_tune=calls.of("tune", lambda *given, **named: SimpleNamespace(model=SimpleNamespace(of=given[0]))),
+    )  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(convert_module, name, value)
+    said = []
+    phases = dict(length=64, rows=2, compute_dtype="float16", remat=False, clip_norm=3.0)
+    settings = ConvertSettings(
+        warm_up=SFTSettings(steps=4, weight_decay=0.5, **phases), index_stride=5,
+        sparse=SFTSettings(steps=6, weight_decay=0.25, index_loss=2.0, **phases),
+    )  # fmt: skip
+    convert = lambda **changes: convert_module.convert(
+        model, "learnt", "held", replace(settings, **changes), tmp_path, "metrics", origin={"a": 1}, save_every=7,
+        say=said.append,
+    )  # fmt: skip
+    found, report = convert()
+    assert calls.one("check_rows")[0] == (2, "mesh")
+    assert calls.one("same")[0] == (tmp_path / "warm-up", {"a": 1} | dataclasses.asdict(settings.warm_up))
+    first, second = [(given, named) for name, given, named in calls if name == "tune"]
+    shared = dict(origin={"a": 1}, mesh="mesh", save_every=7, say=said.append)
+    adamw = (settings.warm_up.rate(3), 0.5, dict(clip_norm=3.0))
+    assert first[0] == (
+        ("first", "index", adamw, model), ("learnt", settings.warm_up, 16), adamw, WarmUpLoss(5, "float16"),
+        settings.warm_up, tmp_path / "warm-up", "metrics",
+    )  # fmt: skip
+    assert first[1] == dict(shared={"base": (model, "float16")}, about={"phase": "warm-up"}, **shared)
+    adamw = (settings.sparse.rate(3), 0.25, dict(frozen_index=False, clip_norm=3.0))
+    assert second[0] == (
+        ("init", warmed, adamw), ("learnt", settings.sparse, 16), adamw, SFTLoss(2.0, 5, "float16", False),
+        settings.sparse, tmp_path / "sparse", "metrics",
+    )  # fmt: skip
+    assert second[1] == dict(steps_before=4, about={"phase": "sparse"}, **shared)
+    measured = ("held", 64, 2, "float16")
+    assert report == dict(before=(model, *measured), after_warm_up=(warmed, *measured), after=(found, *measured))
+    assert found.of == ("init", warmed, adamw) and said == [f"{x}: words" for x in ("before", "after warm up", "after")]
+    convert(sparse=SFTSettings(steps=6, **phases))
+    assert [given[2][2].get("frozen_index") for name, given, _ in calls if name == "tune"][1::2] == [False, True]
+    for length, is_refused in ((48, True), (49, False)):
+        with (
+            pytest.raises(ValueError, match="rows of 48 tokens: a query reads up to 48 of them")
+            if is_refused
+            else (contextlib.nullcontext())
+        ):
+            convert(sparse=SFTSettings(steps=6, **phases | dict(length=length)))
+    has_index[0] = False
+    with pytest.raises(ValueError, match="no layer of this model selects blocks"):
+        convert()
