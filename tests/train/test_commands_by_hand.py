@@ -321,6 +321,33 @@ def test_the_first_word_says_which_command_it_is(monkeypatch):
     assert main([]) == 7 and ran.pop()[2:] == (command.run, [])
 
 
+def test_a_command_runs_on_all_hosts_under_its_name(monkeypatch, tmp_path):
+    """With compiled programs kept; each takes the options of a run on several hosts."""
+    ran = []
+    (tmp_path / "data").write_text("x")
+    monkeypatch.setattr("m3jax.compile_cache.compile_cache", contextlib.nullcontext)
+    monkeypatch.setattr("m3jax.hosts.run.on_hosts", lambda *given: ran.append(given))
+    for module in (sft_command, convert_command, command):
+        monkeypatch.setattr(module, "raise_interrupts", lambda: None)
+    monkeypatch.setattr(sft_command, "_train", lambda args: ("sft", args))
+    monkeypatch.setattr(convert_command, "_convert", lambda args, warm_up: ("convert", args, warm_up))
+    monkeypatch.setattr(command, "_train", lambda args, settings, channel: ("grpo", args, settings.steps, channel))
+    shared = ["--out", str(tmp_path / "out"), "--steps", "10"]
+    data = ["--data", str(tmp_path / "data")]
+    for name, of, run, words, expected in (
+        ("m3jax.train sft", sft_parser("sft"), command.run_sft, data, ("sft",)),
+        ("m3jax.train convert", convert_parser("x"), command.run_convert, [*data, "--model", "m"], ("convert", 2)),
+        ("m3jax.train grpo", parser(), command.run, ["grpo", "--task", data[1]], ("grpo", 10, "channel")),
+    ):
+        args = of.parse_args([*words, *shared])
+        assert run(args) == 0 and "coordinator" in vars(args)
+        given, called, work = ran.pop()
+        assert (given, called) == (args, name)
+        kind, of_work, *rest = work("channel")
+        assert (kind, *rest) == expected and of_work is args
+    assert (tmp_path / "out").is_dir()
+
+
 # What is kept
 
 

@@ -44,6 +44,7 @@ def test_options_have_the_defaults_that_help_says():
 # What docs and docstrings say of functions whose settings are not a class.
 DEFAULTS = {
     convert.WarmUpLoss: dict(index_stride=8, compute_dtype="bfloat16"),
+    convert.ConvertSettings: dict(index_stride=8),
     convert.convert: dict(save_every=100, say=print),
     convert.measure: dict(compute_dtype="float32"),
     dense.dense_config: dict(block_size=128, topk_blocks=16, dense_layers=0),
