@@ -1,5 +1,6 @@
 """The comparison itself: quantity by quantity in the order of computation, and the total effect on the logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ class Report:
     tokens: int
     prompts: int
     compared: list[str] = field(default_factory=list)
-    only: tuple[list[str], list[str]] = ((), ())
+    only: tuple[Sequence[str], Sequence[str]] = ((), ())
     unknown: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     beyond: list[str] = field(default_factory=list)
     first: Difference | None = None

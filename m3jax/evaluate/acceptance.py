@@ -85,9 +85,9 @@ def figures(verifications: int, accepted: Sequence[int]) -> dict[str, Any]:
 def acceptance_table(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return the figures as lines of a table, a column for each result."""
     lines = []
-    for i, first in enumerate(results[0]["temperatures"]):
-        columns = [result["temperatures"][i] for result in results]
-        lines.append([f"temperature {first['temperature']:g}", *("" for _ in columns)])
+    for columns in zip(*(result["temperatures"] for result in results), strict=True):
+        (temperature,) = {each["temperature"] for each in columns}
+        lines.append([f"temperature {temperature:g}", *("" for _ in columns)])
         lines.append(["  mean length", *(f"{each['mean_length']:.2f}" for each in columns)])
         lines.append(["  accepted by position", *(", ".join(f"{x:.0%}" for x in each["shares"]) for each in columns)])
         lines.append(["  verifications", *(f"{each['verifications']:,}" for each in columns)])

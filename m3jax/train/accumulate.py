@@ -55,7 +55,7 @@ def _forward(loss_fn, params, micro_batches, shared):
         return jax.tree.map(jnp.add, total, grads), (loss, metrics)
 
     if len(jax.tree.leaves(micro_batches)[0]) == 1:  # a sum of one would hold every gradient twice
-        only_one = jax.tree.map(lambda x: x[0], micro_batches)
+        only_one = jax.tree.map(partial(jnp.squeeze, axis=0), micro_batches)
         grads, of_one = jax.grad(_loss_as_aux, has_aux=True, argnums=1)(loss_fn, params, only_one, shared)
         return of_one, grads
     grads, of_each = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micro_batches)

@@ -252,8 +252,7 @@ async def _reward(
     """Return what each reward gives; coroutines run at the same time."""
 
     async def one(name, function, grouped):
-        size = group if grouped else max(len(prompts), 1)
-        cuts = [slice(i, i + size) for i in range(0, len(prompts), size)]
+        cuts = [slice(i, i + group) for i in range(0, len(prompts), group)] if grouped else [slice(None)]
         of_cut = lambda cut: {name: values[cut] for name, values in columns.items()}
         calls = [_value(function(prompts[cut], completions[cut], **of_cut(cut))) for cut in cuts]
         parts = await asyncio.gather(*calls)

@@ -294,9 +294,17 @@ def test_an_import_writes_no_page_that_is_known():
 
 def test_forgotten_pages_are_read_again():
     slots, *_ = Slots.empty(2, 8, 4).assign(jnp.int32(1), jnp.arange(8) < 3, jnp.int32(1))
-    slots = slots.forget(jnp.array([1, -1, 7]))
+    forget = jax.jit(Slots.forget)
+    slots = forget(slots, jnp.array([1, -1, 7]))
     assert np.asarray(slots.slot_of[1] >= 0).tolist() == [True, False, True] + [False] * 5
     assert sorted(np.asarray(slots.page_of[1]).tolist()) == [-1, -1, 0, 2]
+    # The first page and the last are pages too, and what is outside of the pages, on either side, is none of them.
+    before = slots.replace(dirty=slots.page_of >= 0)
+    for page, left in ((0, {2}), (2, {0}), (7, {0, 2})):
+        after = forget(before, jnp.array([-1, page, 8]))
+        page_of, slot_of = np.asarray(after.page_of[1]), np.asarray(after.slot_of[1])
+        assert set(page_of.tolist()) - {-1} == left == set(np.flatnonzero(slot_of >= 0).tolist()), page
+        assert set(page_of[np.asarray(after.dirty[1])].tolist()) == left
 
 
 def test_errors():

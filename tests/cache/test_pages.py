@@ -225,6 +225,39 @@ def test_a_page_that_equals_one_in_use_stays_private():
     pool.verify({handles[0]: tokens})
 
 
+def test_a_request_beside_one_that_has_no_more_takes_the_known_pages():
+    """What begins alike may hold private copies of them, which go with it; of the known ones there is one of each."""
+    pool, tokens = Pool(8), [1] * 8
+    handles = [pool.pages.add(tokens)[0] for _ in range(2)]
+    for handle in handles:
+        pool.write(handle, tokens)
+    known, private = (pool.pages.table(handle, 2).tolist() for handle in handles)
+    for asked, cached, pages in (
+        ([*tokens[:4], 2], 4, known[:1]), ([*tokens, 2], 8, known), ([*tokens[:6], 2], 6, [private[0], private[1]]),
+    ):  # fmt: skip
+        handle, found = pool.pages.add(asked, handles[1])
+        assert (found, pool.pages.table(handle, len(pages)).tolist()) == (cached, pages), asked
+        pool.pages.release(handle)
+
+
+def test_the_first_page_is_on_the_device_from_which_all_can_be_dealt():
+    """Of three devices of two pages: before the one that has the most to give."""
+    pool = definition.Pool(6, 2, True, 3)
+    for taken, count, dealt in (
+        ((), 4, [0, 1, 2, 0]), ((0,), 2, [1, 2]), ((0, 1), 2, [1, 2]), ((2, 3), 3, None), ((0, 2), 4, [2, 0, 1, 2]),
+        ((4, 0, 1), 2, [1, 2]), ((0, 3, 4, 5), 2, [0, 1]), ((0, 1, 5), 3, None), ((0, 1, 5), 2, [1, 2]),
+        ((2, 3, 5), 2, [2, 0]), ((2, 5), 3, [0, 1, 2]),
+    ):  # fmt: skip
+        pool.free = [page for page in range(6) if page not in taken]
+        found = pool.dealt([], count)
+        left = [sum(page // 2 == device for page in pool.free) for device in range(3)]
+        fits = lambda first, n=count, left=left: all(
+            sum((first + i) % 3 == device for i in range(n)) <= left[device] for device in range(3)
+        )
+        assert fits(found[0]) == any(map(fits, range(3))), taken
+        assert dealt is None or found == dealt, (taken, found)
+
+
 def test_fork_shares_until_the_first_write():
     pool, tokens = Pool(6), [1] * 6
     a, _ = pool.open(tokens)

@@ -1,5 +1,6 @@
 """Limits of what is read, dtypes of what is stored, and what a device reads of a parameter, each at its edge."""
 
+import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -8,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support import tiny
+from support import tiny, vision
 
 from m3jax import make_mesh
-from m3jax.checkpoint import loading, plan, reader, saving
-from m3jax.checkpoint.draft import draft_config
+from m3jax.checkpoint import loading, mxfp8, names, plan, reader, replacing, saving
+from m3jax.checkpoint.draft import draft_config, load_draft
 from m3jax.checkpoint.loading import _DeviceBuffer, _HostBuffer, _Parameter
 from m3jax.checkpoint.names import Target
 from m3jax.checkpoint.reader import CheckpointError, StoredTensor
@@ -27,6 +28,7 @@ def test_limits_of_files():
     assert (json_file.MOST_BYTES, json_file.MOST_ITEMS, json_file.MOST_DEPTH) == (16_777_216, 100_000, 64)
     assert float(np.finfo(np.float32).max) == json_file.LARGEST and json_file._MOST_DIGITS == 60
     assert (tensors.MOST_HEADER_BYTES, tensors._MOST_AXES) == (100_000_000, 32)
+    assert (plan._LISTED, mxfp8._CHUNK) == (100_000, 131_072)  # faults that are listed, elements decoded at once
 
 
 def test_dtypes_that_are_read_and_written():
@@ -140,3 +142,62 @@ def test_an_error_of_a_checkpoint_counts_its_problems():
     )
     many = CheckpointError("a", [f"p{number}" for number in range(9)])
     assert "9 problems\n  p0" in str(many) and len(many.__notes__) == 9 == len(many.problems)
+
+
+def test_of_a_lost_file_nothing_is_missing():
+    """A scale or a weight in a file that cannot be read is not missed beside the other one; else each needs both."""
+    config = tiny.config("d", hidden_size=64)
+    name = next(name for name, target in names.targets(config).items() if target.quantizable)
+    shape = names.targets(config)[name].hub_shape
+    values = np.zeros((*shape[:-1], -(-shape[-1] // 32)), np.uint8)
+
+    class Tensor(StoredTensor):
+        def view(self):
+            return values
+
+    tensor = lambda name, dtype, shape: Tensor(name, Path("f"), dtype, shape, 0, (0, 0, 0, 0))
+    weight, scale = tensor(name, "F8_E4M3", shape), tensor(names.scale_name(name), "U8", values.shape)
+    faults = lambda tensors, lost: [
+        problem
+        for problem in plan._Match(config, reader.Folder({x.name: x for x in tensors}, lost=lost), (True, [])).problems
+        if problem.startswith((f"{name}: ", f"{scale.name}: "))
+    ]
+    assert faults([weight, scale], set()) == faults([weight], {scale.name}) == faults([scale], {name}) == []
+    assert faults([], {name}) == faults([], {name, scale.name}) == []
+    for lost in (set(), {"another"}, {name}):
+        expected = [f"{name}: F8_E4M3 without a scale, expected {scale.name}"]
+        assert faults([weight], lost) == expected, lost
+    for lost in (set(), {scale.name}):
+        assert f"{scale.name}: a scale without its weight" in faults([scale], lost), lost
+
+
+def test_files_of_weights_are_the_hub_s_and_those_that_the_index_lists(tmp_path):
+    """Of the folder itself: no folder of such a name, no path elsewhere, and no other kind of file."""
+    for name in ("model-00001-of-00002.safetensors", "other.safetensors", "mine.safetensors", "config.json"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "folder.safetensors").mkdir()
+    hub = {"model-00001-of-00002.safetensors"}
+    assert replacing._weights(tmp_path) == hub
+    listed = ["other.safetensors", "gone.safetensors", "../up.safetensors", "folder.safetensors", "config.json", 7]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(listed))}))
+    index = {"model.safetensors.index.json"}
+    assert replacing._weights(tmp_path) == hub | index | {"other.safetensors", "gone.safetensors"}
+    for broken in ("{", "[]", '{"weight_map": 3}'):
+        (tmp_path / "model.safetensors.index.json").write_text(broken)
+        assert replacing._weights(tmp_path) == hub | index
+
+
+def test_what_is_no_folder_is_no_draft(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    for path in (tmp_path / "none", tmp_path / "file", str(tmp_path / "none")):
+        with pytest.raises(CheckpointError, match=r"no config.json; give a folder of an EAGLE3 draft in the hub's"):
+            load_draft(path, tiny.config("dM"))
+
+
+def test_totals_count_a_tower_s_layers():
+    """Each layer's tensors once a layer, the tower's own and the projector's once."""
+    config = vision.config("dM", num_hidden_layers=3)
+    places = names.targets(config)
+    values = sum(int(np.prod(target.hub_shape)) for target in places.values())
+    assert names.totals(config) == (len(places), values)
+    assert sum(names.is_vision(name) for name in places) > 0

@@ -1,6 +1,11 @@
 """Each part of a comparison by its definition: what a difference looks like, which tokens a dump has, what is drawn."""
 
 import contextlib
+import io
+import re
+import sys
+import warnings
+import zipfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny
 
-from m3jax.compare import pairs, report, running
+from m3jax.compare import live, pairs, report, running
+from m3jax.compare.dumps import read_dump
+from m3jax.compare.flips import find_flips
 from m3jax.compare.hints import are_float8, hint
-from m3jax.compare.names import Meaning
+from m3jax.compare.names import TABLES, Meaning, _by_table
 from m3jax.compare.pairs import Pair, are_close
 from m3jax.compare.quantities import quantity
 from m3jax.compare.report import Difference, Layer, Report, compare
@@ -335,6 +342,54 @@ def test_the_narrowest_dtype_says_which_tolerance_holds():
     assert of("f4", ml_dtypes.bfloat16) == of(ml_dtypes.float8_e4m3fn) == "bfloat16"
 
 
+def test_npz_files_of_both_versions_are_read_and_no_other(tmp_path):
+    """An array's header may be of version 1 or 2; what claims more than there is is refused unread."""
+    array, name = np.arange(6, dtype=np.float32).reshape(2, 3), tmp_path / "x.npz"
+
+    def written(version, value=array, cut=0):
+        stream = io.BytesIO()
+        np.lib.format.write_array(stream, value, version=version, allow_pickle=False)
+        with zipfile.ZipFile(name, "w") as archive:
+            archive.writestr("a.npy", stream.getvalue()[: len(stream.getvalue()) - cut])
+        return read_dump(tmp_path)["a"].ranks[0]
+
+    for version in ((1, 0), (2, 0)):
+        np.testing.assert_array_equal(written(version), array, strict=True)
+    brain = array.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(written((1, 0), brain.view("V2")), brain, strict=True)
+    for arguments, reason in (
+        (((3, 0),), r"has a header of version \(3, 0\)"), (((1, 0), array, 1), "24 bytes claimed, 23 there"),
+        (((1, 0), array + 1j), "has dtype complex64, which are no real numbers"),
+        (((1, 0), np.array(["ab"])), "which are no real numbers"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=reason):
+            written(*arguments)
+
+
+def test_ranks_of_one_name_are_put_in_their_order(tmp_path):
+    """By the number behind rank or tp in a file's name; each from 0 on, once."""
+    array = lambda n: np.full(2, n, np.float32)
+    write = lambda folder, **files: [
+        (folder.mkdir(exist_ok=True), np.savez(folder / f"{name.replace('_', '-')}.npz", a=array(n)))
+        for name, n in files.items()
+    ]
+    write(tmp_path / "a", tp10=10, **{f"tp{n}": n for n in range(10)})
+    assert [int(x[0]) for x in read_dump(tmp_path / "a")["a"].ranks] == [*range(11)]
+    write(tmp_path / "b", dump_rank_1=1, dump_RANK0=0)
+    assert [int(x[0]) for x in read_dump(tmp_path / "b")["a"].ranks] == [0, 1]
+    write(tmp_path / "c", whole=5)
+    assert [int(x[0]) for x in read_dump(tmp_path / "c")["a"].ranks] == [5]
+    for folder, files, reason in (
+        ("d", dict(rank0=0, other=1), "both have 'a'; call the files of ranks"),
+        ("e", dict(rank0=0, tp0=1), "both have 'a'"),
+        ("f", dict(rank0=0, rank2=1), r"'a' is there for ranks \[0, 2\], not for every one from 0 on"),
+        ("g", dict(rank1=0, rank2=1), r"for ranks \[1, 2\]"),
+    ):  # fmt: skip
+        write(tmp_path / folder, **files)
+        with pytest.raises(ValueError, match=reason):
+            read_dump(tmp_path / folder)
+
+
 # What is recomputed, with numpy in the place of a compiled definition
 
 
@@ -449,6 +504,63 @@ def test_flips_of_experts_are_judged_by_the_references_scores():
     assert found.first.what[1].endswith(", scores 0.6 apart")
 
 
+def test_weights_without_ids_are_compared_in_ascending_order():
+    """With ids in their experts' order, and at tokens that have the same experts on both sides."""
+    weights, ids = np.array([[0.2, 0.5], [0.1, 0.6]]), np.array([[7, 2], [1, 3]], np.int32)
+    name, compared = "layers.1.expert_weights", quantity("layers.1.expert_weights")
+
+    def by_expert(weights_of_b, ids_of_b=None):
+        of_a, of_b = ({} if ids_of_b is None else {"layers.1.expert_ids": x} for x in (ids, ids_of_b))
+        sides = side_of({name: weights} | of_a, lengths=(2,)), side_of({name: weights_of_b} | of_b, lengths=(2,))
+        return [x.tolist() for x in report._by_expert(Pair(*sides, CONFIG), compared, weights, weights_of_b)]
+
+    turned, ascending, by_id = weights[:, ::-1], [[0.2, 0.5], [0.1, 0.6]], [[0.5, 0.2], [0.1, 0.6]]
+    assert by_expert(turned) == by_expert(weights) == [ascending, ascending, [True, True]]
+    assert by_expert(turned, ids[:, ::-1]) == by_expert(weights, ids) == [by_id, by_id, [True, True]]
+    assert by_expert(weights, np.array([[7, 2], [1, 4]], np.int32)) == [by_id, by_id, [True, False]]
+
+
+def test_selections_of_different_widths_are_sets():
+    """An unused slot is -1 and no part of a set, wherever it stands and however many there are."""
+    narrow, wide = np.array([[2, 5], [3, 1], [4, -1]]), np.array([[5, -1, 2, -1], [1, 3, 0, -1], [-1, -1, -1, 4]])
+    for one, other in ((narrow, wide), (wide, narrow)):
+        assert find_flips(one, other, None, 0.0, 0.0).is_other.tolist() == [False, True, False]
+
+
+def test_a_table_of_names_goes_from_modules_to_quantities():
+    """Each row of each engine's table: its second column are quantities of this package, its third their axes."""
+    for engine, rows in TABLES.items():
+        assert len({module for module, *_ in rows}) == len(rows), engine
+        for module, kinds, *axes in rows:
+            where = "layers.0." if re.search(r"(\.|-)N(\.|$)", module) else ""
+            meant = [quantity(where + kind) for kind in kinds.split()]
+            assert all(meant) and quantity(module.replace("N", "0")) in (None, *meant), (engine, module, kinds)
+            name = module.replace("N", "17")
+            (meaning,) = _by_table([name], engine).values()
+            assert meaning.names == tuple(f"layers.17.{kind}" if where else kind for kind in kinds.split()), engine
+            for letters in axes:
+                parts = set(letters.split())
+                assert set(meant[0].axes) - {"X"} <= parts <= set(meant[0].axes) | {"B", "T"}, (engine, module, letters)
+
+
+@pytest.mark.parametrize("has_bar", [True, False])
+def test_transformers_says_nothing_and_then_what_it_said_before(has_bar, monkeypatch):
+    """No warning, no bar and no message below an error, until the block ends or fails; then all as it was."""
+    state = {"level": 30, "bar": has_bar}
+    logging = SimpleNamespace(
+        get_verbosity=lambda: state["level"], set_verbosity=lambda level: state.update(level=level),
+        set_verbosity_error=lambda: state.update(level=40), is_progress_bar_enabled=lambda: state["bar"],
+        disable_progress_bar=lambda: state.update(bar=False), enable_progress_bar=lambda: state.update(bar=True),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "transformers.utils", SimpleNamespace(logging=logging))
+    with pytest.raises(KeyError), live._quiet():
+        assert state == {"level": 40, "bar": False}
+        warnings.warn("not shown", stacklevel=1)  # would be an error here
+        raise KeyError
+    assert state == {"level": 30, "bar": has_bar}
+
+
 def softmax(x):
     return np.exp(x - x.max(-1, keepdims=True)) / np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)
 
@@ -538,6 +650,9 @@ def test_what_a_plot_shows():
     svg = _svg(found)
     assert svg.startswith("<svg") and svg.rstrip().endswith("</svg>") and "date" not in svg.lower()
     assert 'height="432pt"' in svg  # two plots of three inches each
+    assert all(f"<!-- {words} -->" in svg for words in ("relative error", "flipped, %", "layer", "attention"))
+    without = _svg(replace(found, layers={2: Layer({"attention": 0.5})}))
+    assert 'height="252pt"' in without and "<!-- relative error -->" in without and "flipped" not in without
 
 
 def test_what_a_comparison_reads_and_runs(monkeypatch, unchecked):

@@ -1,27 +1,37 @@
 """The pieces of an engine's host by themselves: checks at their limits, reports, requests, features, steering."""
 
 import inspect
-from dataclasses import fields, replace
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from support import tiny
 
 from m3jax import model as m3_model
-from m3jax.decoding import Engine, Params, Sampling, Storage, Work
-from m3jax.decoding.device import PROGRAMS
-from m3jax.decoding.device.compiler_options import CPU_DECODE_OPTIONS, CPU_PREFILL_OPTIONS, OPTIONS
-from m3jax.decoding.engine import checks
+from m3jax.decoding import Engine, Params, Sampling, Storage, Work, build_engine, engine_for, sampling
+from m3jax.decoding.device import PROGRAMS, scores, state
+from m3jax.decoding.device.compiler_options import CPU_DECODE_OPTIONS, CPU_PREFILL_OPTIONS, OPTIONS, STEP_OPTIONS
+from m3jax.decoding.engine import checks, definition, media, scheduler, sealed
+from m3jax.decoding.engine import engine as engines
+from m3jax.decoding.engine import runner as runners
+from m3jax.decoding.engine.exchange import PAGES_A_CALL
 from m3jax.decoding.engine.media import FeatureRows, PlacedSegment, prefix_keys
 from m3jax.decoding.engine.options import EngineKnobs
 from m3jax.decoding.engine.report import Drafting, Timings, offload_counters
-from m3jax.decoding.engine.request import Generation, PromptScores, Request, check_ids
+from m3jax.decoding.engine.request import Generation, PromptScores, Request, RequestTimings, check_ids
+from m3jax.decoding.engine.runner import Runner
+from m3jax.decoding.engine.sealed import seal, unseal
 from m3jax.decoding.engine.shapes import DRAFT_TOKENS, Shapes
+from m3jax.decoding.loop import EngineLoop
+from m3jax.decoding.protocols import RECORDS
 from m3jax.decoding.speculation.verify import DraftCounts
 from m3jax.decoding.steering import Steer, steering_of
 from m3jax.media.packing import Segment
 from m3jax.messages import shown
+from m3jax.tiles import GPU_OPTIONS, UNTUNED
 
 CONFIG = tiny.config("dM")  # a context of 1,024 tokens, blocks of 8, three of them kept
 SHAPES = Shapes(batch=2, prompts=2, chunks=(8, 16), steps=4, stop_ids=2, biases=1, bad_words=1, top_logprobs=5)
@@ -60,6 +70,19 @@ def test_sizes_up_to_their_limits(unchecked):
     assert asked == "max_length = 25: at most 24 (3 pages of 8 tokens)"
     assert "at most 1024 (the model's context)" in refusal(checks.check_max_length, 1025, 200, CONFIG)
     assert "at most 1024 (128 pages of 8 tokens)" in refusal(checks.check_max_length, 1025, 128, CONFIG)
+
+
+def test_sizes_of_decode_calls_are_below_the_largest(unchecked):
+    """Ascending and each once; on a mesh there is one size."""
+    one_device, meshed = SimpleNamespace(mesh=None), SimpleNamespace(mesh=object())
+    assert checks.decode_sizes((), 1, meshed) == () and checks.decode_sizes((3, 1, 3), 4, one_device) == (1, 3)
+    for rows, batch, model, message in (
+        ((1, 0), 4, one_device, "decode_rows[1] = 0: must be an integer of at least 1"),
+        ((True,), 4, one_device, "decode_rows[0] = True: must be an integer"),
+        ((1, 4), 4, one_device, "decode_rows has 4: must be below max_batch, which is 4"),
+        ((1,), 4, meshed, "decode_rows on a mesh: leave it out"),
+    ):
+        assert message in refusal(checks.decode_sizes, rows, batch, model)
 
 
 def test_calls_are_launched_ahead_where_that_changes_nothing(monkeypatch, unchecked):
@@ -173,12 +196,103 @@ def test_compiler_options_are_those_of_a_program_a_platform_and_a_mode():
     """On a CPU prompts and steps have their own, but for an invariant model, whose tokens have one set of bits."""
     for program, platform, mode in OPTIONS:
         assert program in PROGRAMS and platform in ("cpu", "gpu", "tpu") and mode in ("narrow", "wide", "invariant")
-    of_cpu = {key: options for key, options in OPTIONS.items() if "cpu" in key}
-    assert of_cpu == {
+    prompts, steps = ("prefill", "read_media"), ("decode", "decode_in_rounds")
+    expected = {
         (program, "cpu", mode): options
         for program, options in (("prefill", CPU_PREFILL_OPTIONS), ("decode", CPU_DECODE_OPTIONS))
         for mode in ("narrow", "wide")
     }
+    for mode, of_prompts, of_steps in (
+        ("narrow", UNTUNED, STEP_OPTIONS), ("wide", UNTUNED, STEP_OPTIONS | UNTUNED),
+        ("invariant", GPU_OPTIONS, STEP_OPTIONS | GPU_OPTIONS),
+    ):  # fmt: skip
+        expected |= {(program, "gpu", mode): of_prompts for program in prompts}
+        expected |= {(program, "gpu", mode): of_steps for program in steps}
+        expected["prefill", "tpu", mode] = {"xla_tpu_enable_async_all_to_all": True}
+    assert expected == OPTIONS and STEP_OPTIONS["xla_gpu_enable_cub_radix_sort"] is False
+
+
+def test_a_call_records_what_was_compiled_where_any_of_its_requests_records():
+    """Choices first, in the order of their names, then what is captured; where no request records, nothing is."""
+    asking = lambda *record, capture=(): params(record=record, capture=capture)
+    of = lambda compiled, *asked: Runner.records_of(SimpleNamespace(shapes=SimpleNamespace(records=compiled)), asked)
+    every = ("blocks", "expert_ids")
+    assert of(every) == of(every, asking(), asking()) == () and of((), asking("blocks")) == ("blocks",)
+    both = tuple(name for name in RECORDS if name in every)
+    assert of(every, asking(), asking("blocks")) == of((), asking(*every)) == both
+    assert of(("support",), asking("blocks", capture=("z", "a"))) == (
+        *(name for name in RECORDS if name in ("blocks", "support")), "a", "z",
+    )  # fmt: skip
+
+
+def test_a_settled_request_is_looked_up_and_one_that_ended_in_flight_can_be_aborted(unchecked):
+    """`abort` first takes a request that goes on, then reads the call in flight; all other calls the other way."""
+    request, calls = SimpleNamespace(stop_reason="unfinished", prompt_scores=PromptScores([{1: -1.0}, {2: -2.0}])), []
+
+    def settle():
+        calls.append("settled")
+        request.stop_reason = "length"
+
+    served = Engine.__new__(Engine)
+    served._results, served._requests = {}, {7: request}
+    stop = lambda request, reason: calls.append(reason)
+    served._scheduler = SimpleNamespace(settle=settle, stop=stop)
+    assert served.prompt_logprobs(7) == [{1: -1.0}, {2: -2.0}] and served.prompt_logprobs(7, 1) == [{2: -2.0}]
+    served.abort(7)
+    assert calls == ["settled"] and request.stop_reason == "length"  # it had its last token, and keeps its reason
+    served._scheduler.settle = lambda: calls.append("read")
+    request.stop_reason = "unfinished"
+    served.abort(7)
+    assert calls == ["settled", "read", "aborted"]
+    served._scheduler.settle = settle
+    for call, purpose in ((served.copy, "copy"), (served.export, "export"), (lambda x: served.truncate(x, 0), "trunc")):
+        request.stop_reason = "unfinished"
+        assert f"request 7 has ended already (length): there is nothing to {purpose}" in refusal(call, 7)
+    assert "has ended already (length): there is nothing to abort" in refusal(served.abort, 7)
+
+
+def test_what_is_compiled_counts_as_time_of_the_compiler(monkeypatch, unchecked):
+    clock = iter([10.0, 12.5, 20.0, 21.0, 30.0, 39.0])
+    monkeypatch.setattr(engines, "perf_counter", lambda: next(clock))
+    served, asked = Engine.__new__(Engine), []
+    runner = SimpleNamespace(warmup=lambda *given: asked.append(given))
+    served.shapes, served._runner, served._scheduler = (
+        SHAPES,
+        runner,
+        SimpleNamespace(timings=Timings(), admit=lambda: None),
+    )
+    served.warmup(programs=("decode",), longest=7)
+    assert asked == [(("decode",), (8,), nullcontext, False)] and served.timings.compile_seconds == 2.5
+    request = SimpleNamespace(uncached=12, segments=())
+    served._results, served._requests = {}, {3: request}
+    for compiles, seconds in ((True, 3.5), (False, 3.5)):
+        runner.warmup_sizes = lambda *given, compiles=compiles: asked.append(given) or compiles
+        served.warmup_for(3)
+        assert asked[-1] == ((16,), set(), nullcontext) and served.timings.compile_seconds == seconds
+
+
+@pytest.mark.parametrize("token_tile", [None, 4])
+def test_scores_are_made_some_places_at_a_time(token_tile, monkeypatch, unchecked):
+    """As many as 2**25 logits are for, or the model's tile, and one at least; of no more places than there are."""
+    assert scores._LOGITS_AT_ONCE == 2**25
+    tiles, draw = [], np.random.default_rng(0)
+    hidden, targets = draw.normal(size=(2, 6, 5)).astype(np.float32), draw.integers(0, 5, (2, 6)).astype(np.int32)
+    compute = SimpleNamespace(token_tile=token_tile)
+    of = lambda vocab_size: SimpleNamespace(
+        unembed=lambda x: x, compute=compute, config=SimpleNamespace(vocab_size=vocab_size)
+    )
+    noted = lambda fn, tile, *rows: tiles.append(tile) or fn(*rows)
+    monkeypatch.setattr(scores, "by_tiles", noted)
+    monkeypatch.setattr(scores, "is_invariant", lambda model: False)
+    found = scores.score_tokens(of(5), jnp.asarray(hidden), targets, 2)
+    log_p = hidden - np.log(np.exp(hidden).sum(-1, keepdims=True))
+    np.testing.assert_allclose(found.logprobs, np.take_along_axis(log_p, targets[..., None], -1)[..., 0], atol=1e-5)
+    np.testing.assert_array_equal(found.top_ids, np.argsort(-log_p, axis=-1)[..., :2])
+    np.testing.assert_allclose(found.top_logprobs, -np.sort(-log_p, axis=-1)[..., :2], atol=1e-5)
+    for vocab_size, expected in ((5, 12), (2**25 // 7, 7), (2**25, 1), (2**26, 1)):
+        tiles.clear()
+        scores.score_tokens(of(vocab_size), jnp.asarray(hidden), targets, 2)
+        assert tiles[0] == (expected if token_tile is None else token_tile)
 
 
 def test_sizes_of_calls():
@@ -202,6 +316,42 @@ def test_rates_and_shares():
         drafting.add(DraftCounts(*counts))
     assert (drafting.forwards, drafting.accepted) == (4, (2, 2))
     assert (drafting.acceptance, drafting.mean_length) == ((0.5, 0.5), 2)
+
+
+def test_an_engine_s_counts_begin_at_nothing():
+    assert asdict(Timings()) == dict(
+        compile_seconds=0.0, prefill_seconds=0.0, decode_seconds=0.0, prompt_tokens=0, decoded_tokens=0
+    )
+    assert asdict(Drafting(3)) == dict(draft_tokens=3, forwards=0, accepted=())
+
+
+# What docs and docstrings say of what is left out of a call.
+DEFAULTS = {
+    Engine.add: dict(priority=0, capture=()), Engine.prefill: dict(decode_follows=True),
+    Engine.prompt_logprobs: dict(first=0), Engine.export_pages: dict(first=0),
+    Engine.import_request: dict(guide=None, n=None, cached_tokens=None, left_out=0), Engine.update: dict(live="finish"),
+    Engine.warmup: dict(watch=nullcontext, programs=("prefill", "tower", "decode", "pages"), longest=None,
+                        all_record=False),
+    Engine: dict(draft_tokens=3, invariant=False),
+    Params: dict(stop_ids=(), min_tokens=0, ignore_eos=False, top_logprobs=0, record=(), capture=()),
+    Runner.read_pages: dict(is_awaited=True), Runner.warmup: dict(all_record=False),
+    EngineLoop.close: dict(pending="finish"), EngineLoop: dict(max_requests=256),
+    build_engine: dict(all_record=False, progress=True, draft_tokens=3),
+    engine_for: dict(progress=True, draft_tokens=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("of", DEFAULTS, ids=lambda of: of.__qualname__)
+def test_calls_have_these_defaults(of):
+    parameters = inspect.signature(of).parameters
+    assert {name: parameters[name].default for name in DEFAULTS[of]} == DEFAULTS[of]
+
+
+def test_a_header_of_numbers_that_json_has_not_is_refused():
+    for number in (float("nan"), float("inf")):
+        assert "not JSON compliant" in refusal(seal, {}, {"x": number})
+    arrays, header = unseal(seal({"a": np.arange(3)}, {"x": 1.5}))
+    assert header == {"x": 1.5} and arrays["a"].tolist() == [0, 1, 2]
 
 
 def test_counters_of_host_memory(unchecked):
@@ -255,6 +405,99 @@ def test_a_generation_is_cut_in_all_its_lists():
     assert (cut.tokens, cut.logprobs, cut.versions, cut.stop_reason) == ([1, 2], [-1.0, -2.0], [0, 0], "stop_string")
     assert cut.top_logprobs == [{1: -1.0}, {2: -2.0}] and cut.records["blocks"].tolist() == [0, 1]
     assert cut.prompt_tokens == 4 and len(cut.prompt_logprobs) == 3
+
+
+def test_a_request_begins_with_nothing():
+    """No token is cached, counted or told of; without page keys of its own, its priority is the middle one."""
+    found = {name: value for name, value in vars(Request(3, (1, 2), params())).items() if name != "added_at"}
+    assert found.pop("prompt_scores").known == [] and found.pop("params") == params()
+    assert found == dict(
+        handle=3, prompt=(1, 2), segments=(), prompt_keys=found["prompt_keys"], new=[], logprobs=[], top_logprobs=[],
+        guide=None, edits=None, key_offset=0, recorded=[], unread_records=None, row=None, page_handle=None, cached=0,
+        found=None, is_decoding=False, stop_reason="unfinished", versions=[], priority=0, deadline=None, group=None,
+        reported=0, passes=0, common={}, preemptions=0, drafted=0, accepted=0, row_at=None, first_token_at=None,
+        last_token_at=None,
+    )  # fmt: skip
+    assert Shapes(batch=1, prompts=1, chunks=(8,), steps=1, stop_ids=1) == Shapes(
+        1, 1, (8,), 1, 1, decode_rows=(), biases=0, bad_words=0, top_logprobs=0, records=(), edits=(),
+        prompt_logprobs=False, draft_tokens=0, media_patches=(), media_tokens=0,
+    )  # fmt: skip
+
+
+def test_generations_of_the_same_tokens_are_equal_however_they_were_made():
+    """Who drew them when, what was recorded and how many proposals there were is no part of the text."""
+    one = Generation([1], [-0.5], "length", 3)
+    assert (one.cached_tokens, one.drafted, one.accepted, one.timings) == (0, 0, 0, None)
+    other = dict(versions=[4], timings=RequestTimings(), records={"blocks": np.zeros(1)}, drafted=5, accepted=2)
+    for name, value in other.items():
+        assert replace(one, **{name: value}) == one, name
+    for name, value in dict(tokens=[2], logprobs=[-0.25], stop_reason="stop_id", cached_tokens=1).items():
+        assert replace(one, **{name: value}) != one, name
+
+
+def test_so_much_is_kept_and_looked_at():
+    """Results, features and their numbers, a snapshot's header; how far a request may be passed is the definition's."""
+    assert (engines.RESULTS_KEPT, media.MEDIA_TOKENS, media._MOST_NUMBERS) == (1024, 16384, 2**16)
+    assert (sealed._MOST_HEADER_BYTES, state._FEW_ELEMENTS, PAGES_A_CALL) == (2**24, 2**16, 8)
+    assert scheduler.MOST_PASSES == definition.MOST_PASSES == 16
+    assert scheduler._LOOK_AHEAD == definition.LOOK_AHEAD == 8
+    assert (sampling._MOST_BIAS, sampling.MASK_BITS, sampling.USED, sampling.MAX_TOP_LOGPROBS) == (100.0, 32, 2, 20)
+    assert sampling.WORD_TOKENS == 8
+
+
+def test_seeds_of_a_group_follow_one_another():
+    assert engines._seeds(5, 3) == [5, 6, 7] and engines._seeds(2**32 - 2, 4) == [2**32 - 2, 2**32 - 1, 0, 1]
+
+
+def test_pages_travel_in_groups_of_one_size():
+    found = [group.tolist() for group in runners._padded_groups([*range(5, 5 + PAGES_A_CALL + 2)])]
+    assert found == [[*range(5, 5 + PAGES_A_CALL)], [5 + PAGES_A_CALL, 6 + PAGES_A_CALL, *[-1] * (PAGES_A_CALL - 2)]]
+    assert runners._padded_groups([]) == [] and [len(x) for x in runners._padded_groups([1] * PAGES_A_CALL)] == [8]
+
+
+@pytest.mark.parametrize(
+    ("programs", "names"),
+    [
+        (("prefill", "tower", "decode", "pages"), "prefill of 2 x 8 and 16 tokens, vision tower for 4 and 16 patches, "
+         "decode of 4 steps, copies of pages"),
+        (("decode",), "decode of 4 steps"), (("tower", "pages"), "vision tower for 4 and 16 patches, copies of pages"),
+        (("prefill",), "prefill of 2 x 8 and 16 tokens"), ((), ""),
+    ],
+)  # fmt: skip
+def test_programs_are_compiled_under_their_names(programs, names, monkeypatch, unchecked):
+    """The tower's before prefill's; of a draft steps are rounds. What was compiled is not compiled again by size."""
+    compiled, watched = [], []
+    note = lambda calls, meanwhile=None: compiled.append((list(calls), meanwhile))
+    monkeypatch.setattr(runners, "compile_all", note)
+    runner = Runner.__new__(Runner)
+    runner.shapes = replace(SHAPES, media_patches=(4, 16), decode_rows=(1,), records=("blocks",), prompt_logprobs=True)
+    runner.host, runner.drafter, runner.state = None, None, SimpleNamespace(lengths=0)
+    runner._compiled_widths, runner._compiled_sizes = set(), set()
+    runner._empty_tower_call = lambda size: ("tower", size)
+    runner._prefill_call = lambda *given: ("prefill", *given)
+    runner._decode_call = lambda *given, rows: ("decode", *given, len(rows))
+    runner._start_call = lambda starts: ("start", starts)
+    watch = lambda text: watched.append(text) or nullcontext()
+    runner.warmup(programs, (8, 16), watch)
+    assert watched == [names]
+    ((calls, meanwhile),) = compiled
+    expected = [("tower", size) for size in (4, 16) if "tower" in programs]
+    recordings = ((), ("blocks",))
+    if "prefill" in programs:
+        expected += [("prefill", (), w, r, scores) for w in (8, 16) for r in recordings for scores in (False, True)]
+    if "decode" in programs:
+        expected += [*(("decode", 0, {}, r, size) for size in (1, 2) for r in recordings), ("start", ())]
+    assert calls == expected and (meanwhile is not None) == ("pages" in programs)
+    runner.drafter = object()
+    runner.warmup(("decode",), (), watch, all_record=True)
+    assert watched[1] == "decode of 4 rounds"
+    assert compiled[1][0] == [*(("decode", 0, {}, ("blocks",), size) for size in (1, 2)), ("start", ())]
+    watched.clear()
+    is_new = "prefill" not in programs, "tower" not in programs
+    assert runner.warmup_sizes((16, 8, 8), (16,), watch) == any(is_new)
+    texts = ("prefill of 2 x 8 and 16 tokens", "vision tower for 16 patches")
+    assert watched == ([", ".join(text for text, new in zip(texts, is_new, strict=True) if new)] if any(is_new) else [])
+    assert not runner.warmup_sizes((8,), (16,), watch)
 
 
 def test_stop_ids_that_count():

@@ -12,7 +12,7 @@ from support import drafts, tiny
 from support.sampling_reference import reference
 
 from m3jax.decoding import DrawContext, Eagle3Drafter, PromptLookup, Sampling, SamplingParams
-from m3jax.decoding.sampling import WORD_TOKENS, count_uses
+from m3jax.decoding.sampling import WORD_TOKENS, count_uses, filtered_logits
 from m3jax.decoding.speculation import verify as rule_of_verify
 from m3jax.decoding.speculation.named import as_drafter
 from m3jax.decoding.speculation.verify import DRAFT as DRAFT_KEYS
@@ -334,3 +334,43 @@ def test_equal_distributions_accept_everything():
     found = _verify(log_p, Proposal(drawn, log_p[:, :K]), *rest)
     assert float(jnp.mean(found.accepted == K)) > 0.999
     assert int(found.tokens.min()) >= 0
+
+
+def test_knobs_make_no_nan_of_finite_logits():
+    """Step by step, a greedy row beside a drawn one: who looks for NaN (`jax_debug_nans`) finds those of the model."""
+    logits = jnp.asarray(TARGET[:2])
+    params = SamplingParams.stack([GREEDY, Sampling(temperature=0.7, min_p=0.1)])
+    as_asked = lambda is_asked, then, otherwise, *x: then(*x) if is_asked else otherwise(*x)
+    with jax.debug_nans(True):
+        found = np.asarray(filtered_logits(logits, params, cond=as_asked))
+    assert found[0].argmax() == TARGET[0].argmax() and np.isneginf(found[0]).sum() == V - 1 and found.max() == 0
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_where_no_row_asks_for_the_most_probable_tokens_their_places_are_there(num_top):
+    """[B X Z], as where one asks: programs that do and that do not give arrays of one shape."""
+    given = jax.tree.map(jnp.asarray, (
+        np.broadcast_to(TARGET, (2, K + 1, V)), Proposal(np.zeros((2, K), np.int32)),
+        SamplingParams.stack([GREEDY] * 2), DrawContext(recent=np.repeat(EMPTY.recent, 2, axis=0)),
+        np.full(2, POSITION, np.int32), np.ones(2, bool),
+    ))  # fmt: skip
+    of = partial(jax.eval_shape, partial(verify, num_top=num_top))
+    asked, found = of(*given), of(*given[:-1])
+    for top, of_asked in ((found.top_ids, asked.top_ids), (found.top_logprobs, asked.top_logprobs)):
+        assert top.shape == (2, K + 1, num_top) and (top.shape, top.dtype) == (of_asked.shape, of_asked.dtype)
+
+
+def test_lookup_remembers_the_new_tokens_of_each_row(unchecked):
+    """`counts` of them behind the newest token's place; what has no room is not remembered, and nothing else moves."""
+    memory = np.arange(24, dtype=np.int32).reshape(3, 8)
+    tokens = 100 + np.arange(9, dtype=np.int32).reshape(3, 3)
+    lengths, counts = np.array([2, 5, 0], np.int32), np.array([3, 3, 0], np.int32)
+    expected = memory.copy()
+    for row in range(3):
+        for column in range(counts[row]):
+            if lengths[row] + 1 + column < 8:
+                expected[row, lengths[row] + 1 + column] = tokens[row, column]
+    given = map(jnp.asarray, (tokens, lengths, counts))
+    cache, found = PromptLookup().learn(None, "cache", jnp.asarray(memory), None, *given)
+    assert cache == "cache"
+    np.testing.assert_array_equal(found, expected)

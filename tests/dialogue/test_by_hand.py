@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m3jax.completion import StoppableText, generate_text, stream_text
+from m3jax.completion import StoppableText, drafts, generate_text, stream_text
+from m3jax.completion import media as reading
 from m3jax.decoding import Params, Sampling
 from m3jax.decoding.engine.request import Generation
 from m3jax.dialogue import dialogue, media
@@ -19,6 +21,7 @@ from m3jax.dialogue.dialogue import Dialogue, open_calls
 from m3jax.dialogue.media import forget_changed, media_parts, read_part, what_is_read
 
 chat = sys.modules["m3jax.dialogue.chat"]  # the package has a function of this name
+generating = sys.modules["m3jax.completion.generate"]  # likewise
 pytestmark = pytest.mark.usefixtures("unchecked")  # the models, engines and tokenizers here are none
 
 
@@ -197,6 +200,105 @@ def test_a_dialogues_media_keep_their_order(monkeypatch):
     messages[0]["content"].insert(1, part("image", "wrong"))
     with pytest.raises(ValueError, match=r"message 1 \(user\), part 2: no image"):
         media.dialogue_tokens(template, 9, messages, None, None, True)
+
+
+def test_what_is_read_is_named_while_it_is_waited_for_and_in_errors(monkeypatch):
+    """By its number and its path; of a video each share of the frames; a fault that names the file does so once."""
+    said, asked = [], []
+    line = SimpleNamespace(say=said.append)
+    monkeypatch.setattr(reading, "activity", lambda progress: asked.append(progress) or contextlib.nullcontext(line))
+    monkeypatch.setattr(reading, "media_source", lambda source, *most: (source, *most))
+    monkeypatch.setattr(reading, "process_image", lambda source, **options: ("image", source, options))
+
+    def process_video(source, watch, **options):
+        watch(50, 2000)
+        return "video", source, options
+
+    monkeypatch.setattr(reading, "process_video", process_video)
+    found = reading.read_medium("image", "a.png", called="image 1 of 2", progress=False, max_long_side=9)
+    assert found == ("image", ("a.png", reading.LIMITS.image_bytes), dict(max_long_side=9)) and asked == [False]
+    assert reading.read_medium("video", b"data") == ("video", (b"data",), {}) and asked == [False, True]
+    assert said == ["reading image 1 of 2, a.png", "reading video", "reading video: 2% of 2,000 frames"]
+    read = lambda kind, item, called, progress: (kind, item, called, progress)
+    for error, source, called, message in (
+        ("it is broken", "a.png", "image 1 of 2", "image 1 of 2, a.png: it is broken"),
+        ("a.png: no image", "a.png", "image 1 of 2", "image 1 of 2: a.png: no image"),
+        ("it is broken", b"data", "", "it is broken"), ("a.png: no image", "a.png", "", "a.png: no image"),
+    ):  # fmt: skip
+
+        def fail(source, error=error, **_):
+            raise ValueError(error)
+
+        monkeypatch.setattr(reading, "process_image", fail)
+        with pytest.raises(ValueError) as refused:
+            reading.read_medium("image", source, called=called)
+        assert str(refused.value) == message
+    monkeypatch.setattr(reading, "read_medium", read)
+    monkeypatch.setattr(reading, "Media", lambda images, videos: (images, videos))
+    assert reading.read_media(["a", "b"], ["c"], progress=False) == (
+        [("image", "a", "image 1 of 2", False), ("image", "b", "image 2 of 2", False)],
+        [("video", "c", "video 1 of 1", False)],
+    )
+    assert reading.read_media(["a"])[0][0][-1] is True and reading.read_media() == ([], [])
+    for wrong in ("a", b"a", Path("a"), 3):
+        with pytest.raises(ValueError, match="images is one image: give a list of them"):
+            reading.read_media(wrong)
+        with pytest.raises(ValueError, match="videos is one video: give a list of them"):
+            reading.read_media([], wrong)
+
+
+def test_placeholders_stand_in_front_where_a_prompt_marks_no_place(monkeypatch):
+    """Of each kind by itself, images before videos, behind a BOS; a text's marks are those of what it shows."""
+    ids = SimpleNamespace(image=70, video=80)
+    monkeypatch.setattr(reading, "PlaceholderIds", SimpleNamespace(of_tokenizer=lambda tokenizer: ids))
+    expand = lambda prompt, images, videos, encode, ids: (prompt, images, videos, encode)
+    monkeypatch.setattr(reading, "expand_tokens", expand)
+    tokenizer = SimpleNamespace(bos_id=1, encode="encode")
+    of = lambda prompt, images=("a", "b"), videos=("c",): reading.with_placeholders(
+        prompt, SimpleNamespace(images=images, videos=videos), tokenizer
+    )
+    for prompt, expected in (
+        ([5, 6], [70, 70, 80, 5, 6]), ([1, 5], [1, 70, 70, 80, 5]), ([], [70, 70, 80]), ([1], [1, 70, 70, 80]),
+        ([1, 70, 5, 70], [1, 80, 70, 5, 70]), ([5, 80], [70, 70, 5, 80]), ([5, 1, 80, 70], [5, 1, 80, 70]),
+    ):  # fmt: skip
+        given = tuple(prompt)
+        assert of(given) == (expected, ("a", "b"), ("c",), "encode"), prompt
+    assert reading.with_placeholders((1, 2), (), None) == [1, 2]
+    with pytest.raises(ValueError, match="give tokenizer"):
+        reading.with_placeholders([1], SimpleNamespace(images=("a",), videos=()), None)
+    shows = lambda images, videos: SimpleNamespace(images=images, videos=videos)
+    text = "a <image> b <video> <image>"
+    image, video = reading.IMAGE, reading.VIDEO
+    assert reading.marked(text, shows((), ())) == text
+    assert reading.marked(text, shows((1,), ())) == f"a {image} b <video> {image}"
+    assert reading.marked(text, shows((), (1,))) == f"a <image> b {video} <image>"
+
+
+def test_a_draft_is_named_before_there_is_a_model(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(drafts, "load_draft", lambda *given: loaded.append(given) or "draft")
+    monkeypatch.setattr(drafts, "Eagle3Drafter", lambda draft: ("eagle3", draft))
+    monkeypatch.setattr(drafts, "PromptLookup", lambda: "lookup")
+    assert drafts.named_drafter("ngram", "config", "float32", "mesh") == "lookup" and loaded == []
+    assert drafts.named_drafter("builtin", "config", "float32", "mesh") == ("eagle3", "draft")
+    drafts.named_drafter(Path("folder"), "config", "bfloat16", None)
+    assert loaded == [(None, "config", "float32", "mesh"), (Path("folder"), "config", "bfloat16", None)]
+
+
+def test_each_prompt_has_its_own_images_and_videos(monkeypatch):
+    """A list of lists of each kind, or none; a model without a tower reads nothing."""
+    monkeypatch.setattr(generating, "sees", lambda model: model == "sees")
+    monkeypatch.setattr(generating, "read_media", lambda images, videos, progress: (images, videos, progress))
+    of = lambda images, videos, model="sees": generating._media_of([[1], [2]], images, videos, model, False)
+    assert of([["a"], []], [[], ["b"]]) == [(["a"], [], False), ([], ["b"], False)]
+    assert of(None, [["b"], []]) == [([], ["b"], False), ([], [], False)]
+    assert of(None, None, "blind") == of([[], []], None, "blind") == [([], [], False)] * 2
+    for images, videos, name, count in (([["a"]], None, "images", 1), (None, [[]] * 3, "videos", 3)):
+        with pytest.raises(ValueError, match=f"{name} has {count} lists for 2 prompts"):
+            of(images, videos)
+    for shown in (([["a"], []], None), (None, [[], ["b"]])):
+        with pytest.raises(ValueError, match="the model has no vision tower"):
+            of(*shown, "blind")
 
 
 # Text as it comes

@@ -1,6 +1,8 @@
 """What an evaluation reads and hands on, task by task and with no model: texts, windows, sizes, a reference's files."""
 
 import contextlib
+import hashlib
+import json
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +12,9 @@ import numpy as np
 import pytest
 from support import tiny
 
-from m3jax.evaluate import command, subjects, tasks
+from m3jax.evaluate import command, sources, subjects, tasks
 from m3jax.evaluate.perplexity import Text
+from m3jax.evaluate.prompts import line_breaks
 from m3jax.evaluate.reading import Reading
 from m3jax.evaluate.subjects import Subject, each_loaded, read_texts, spread, tokenised
 from m3jax.evaluate.tasks import TASKS, context_of
@@ -46,6 +49,16 @@ def test_texts_are_cut_where_the_tokens_end():
     assert of(5) == [("a", a, 2), ("b", b[:2], 1)] and of(4) == of(3) == [("a", a, 2)] and of(2) == [("a", a[:2], 1)]
     with pytest.raises(ValueError, match="the texts have fewer than 2 tokens, or --tokens 1 leaves fewer"):
         of(1)
+
+
+def test_records_go_before_a_run_of_blanks_that_has_a_line_break_first():
+    """In a text of one token a letter: only there is the text on either side tokenised as before."""
+    text = "\na\n\n b \nc\n  d\te\n"
+    expected = [i for i, x in enumerate(text) if x == "\n" and (i == 0 or not text[i - 1].isspace())]
+    letters = Letters()
+    letters.vocab_size = 128
+    found = line_breaks(letters, np.array(letters.encode(text), np.int32))
+    assert found.tolist() == expected == [0, 2, 9, len(text) - 1]
 
 
 @pytest.mark.parametrize(("count", "length", "starts"), [(1, 4, [0]), (3, 4, [0, 3, 6]), (4, 1, [0, 3, 6, 9])])
@@ -260,3 +273,91 @@ def test_a_reference_is_written_for_one_subject(monkeypatch, tmp_path, capsys):
 def test_a_reading_that_says_nothing():
     assert Reading() == Reading(512, 4, None, None, None)
     assert replace(Reading(), batch=5) != Reading()
+
+
+def test_figures_are_printed_and_written_by_the_first_process(monkeypatch, tmp_path, capsys):
+    """Texts are prepared once for a folder and dtype; a report repeats the settings that count, and no other."""
+    made = []
+    subject = lambda name, dtype, kv: Subject(Path(name), dtype, kv, None, "xla")
+    asked = [subject("a", "float32", None), subject("a", "float32", "bfloat16"), subject("b", "float32", None)]
+    monkeypatch.setattr(command, "subjects", lambda *given: made.append(given) or asked)
+    monkeypatch.setattr(command, "parse_mesh", lambda text: f"mesh {text}")
+    monkeypatch.setattr(command, "activity", lambda: contextlib.nullcontext(SimpleNamespace(say=made.append)))
+    monkeypatch.setattr(command, "each_loaded", lambda ways, mesh: [(way, f"{way.folder} on {mesh}") for way in ways])
+    prepared = []
+    prepare = lambda args, of, mesh: prepared.append((of, mesh)) or len(prepared)
+    measure = lambda args, of, model, ready: {"figure": [str(of.folder), of.kv_dtype, model, ready]}
+    table = lambda results: [["figure", *(str(result["figure"][3]) for result in results)]]
+    monkeypatch.setitem(command.TASKS, "kl", tasks.Task(prepare, measure, table))
+    monkeypatch.setitem(command.PLOTS, "kl", "draw")
+    monkeypatch.setattr(command, "plot", lambda draw, names, results: f"{draw} {names} {len(results)}".encode())
+    args = Namespace(**vars(ARGS) | dict(
+        model=Path("a"), against=Path("b"), dtype="d", cache_dtype="c", index_dtype="i", backend="x", mesh="data=2",
+        task="kl", out=tmp_path / "new", reference=Path("reference"),
+    ))  # fmt: skip
+    command._evaluate(args)
+    assert made == [([Path("a"), Path("b")], "d", "c", "i", "x"), "reading texts"]
+    assert prepared == [(asked[0], "mesh data=2"), (asked[2], "mesh data=2")]
+    out = capsys.readouterr().out
+    files = [tmp_path / "new" / f"kl.{end}" for end in ("json", "png")]
+    lines = out.splitlines()
+    assert lines[1].split() == ["figure", "1", "1", "2"] and lines[2:] == [str(file) for file in files]
+    report = json.loads(files[0].read_text())
+    assert [result["figure"] for result in report["results"]] == [
+        ["a", None, "a on mesh data=2", 1], ["a", "bfloat16", "a on mesh data=2", 1], ["b", None, "b on mesh data=2", 2]
+    ]  # fmt: skip
+    assert [result["model"] for result in report["results"]] == ["a", "a", "b"]
+    assert (report["schema"], report["task"], report["mesh"]) == (1, "kl", "data=2")
+    assert report["settings"] == dict(
+        text=["t"], tokens=40, prompts=2, lengths=[100, 500], depths=[0.0, 1.0], repeats=2, kinds="k", seed=3,
+        reference="reference", draft_tokens=4, temperatures=[0.5], max_new_tokens=30, batch=3, chunk=16,
+    )  # fmt: skip
+    assert files[0].read_bytes().startswith(b'{\n "schema": 1,\n') and files[0].read_bytes().endswith(b"}\n")
+    assert files[1].read_bytes() == f"draw {command.column_names(report['results'])} 3".encode()
+    with pytest.raises(ValueError, match=r"kl.json is there already; name another folder"):
+        command._evaluate(args)
+    args.out, args.against, args.mesh = None, None, None
+    command._evaluate(args)
+    assert made[-2][0] == [Path("a")] and len(capsys.readouterr().out.splitlines()) == 2
+    monkeypatch.setattr(command, "is_first", lambda: False)
+    args.out = tmp_path / "other"
+    command._evaluate(args)
+    assert capsys.readouterr().out == "" and list(args.out.iterdir()) == []
+
+
+def test_columns_are_named_by_what_tells_them_apart():
+    base = dict(model="x/one", dtype="float32", kv_dtype="float32", index_dtype="float32", backend="xla")
+    of = lambda *changes: command.column_names([base | change for change in changes])
+    assert of({}) == of({}, {})[:1] == ["one, float32"]
+    assert of({}, dict(kv_dtype="float8")) == ["float32", "float32, cache float8"]
+    assert of({}, dict(backend="triton")) == ["float32, xla", "float32, triton"]
+    assert of({}, dict(model="y/two", index_dtype="float8")) == ["one", "two, index float8"]
+    assert of({}, dict(model="/")) == ["one", "/"]
+    assert command.as_text([["", "ab"], ["long name", "c"], ["x", ""]]) == "           ab\nlong name   c\nx\n"
+
+
+def test_a_corpus_is_the_sources_of_one_split(tmp_path):
+    """By path, in order; without tests and the like, files that are short, and files that are no UTF-8."""
+    names = ["a.py", "b/c.py", "b/a.py", "z.py", *(f"m{i}.py" for i in range(80))]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n" + "x" * 64)
+    held_out = {
+        name for name in names if int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 25 == 0
+    }  # fmt: skip
+    (tmp_path / "short.py").write_text("y" * 63)
+    (tmp_path / "wrong.py").write_bytes(b"\xff" * 100)
+    (tmp_path / "text.txt").write_text("t" * 100)
+    for skipped in (sorted(sources._SKIPPED_FOLDERS)[0], "config-3.11", "_sysconfigdata_x"):
+        (tmp_path / skipped).mkdir()
+        (tmp_path / skipped / "s.py").write_text("s" * 100)
+    train, validation = (sources.python_corpus(split, tmp_path) for split in ("train", "validation"))
+    assert 0 < len(held_out) < len(names) and set(validation) == held_out and set(train) == {*names} - held_out
+    assert [*train] == sorted(train) and train["b/c.py"].startswith("# b/c.py")
+    (tmp_path / "edge.py").write_text("y" * 64)
+    found = sources.python_corpus("train", tmp_path) | sources.python_corpus("validation", tmp_path)
+    assert "edge.py" in found and "short.py" not in found
+    with pytest.raises(ValueError, match="split 'test' is unknown; give 'train' or 'validation'"):
+        sources.python_corpus("test", tmp_path)
+    with pytest.raises(ValueError, match="holds no Python sources"):
+        sources.python_corpus("train", tmp_path / "none")

@@ -1,19 +1,31 @@
 """Numbers of the tools that a user meets: limits of a dialogue and of a folder's defaults, shares, schema versions."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from m3jax.compare import report, text
+from m3jax.compare import hints, pairs, report, text
 from m3jax.compare.__main__ import DIFFER
 from m3jax.completion import Defaults
+from m3jax.dialogue import dialogue
 from m3jax.dialogue.chat import MOST_NEW_TOKENS
 from m3jax.dialogue.dialogue import MOST_CONTEXT
-from m3jax.evaluate import command, dumps, prompts, sources
+from m3jax.evaluate import caught, command, dumps, prompts, reading, sources, subjects
+from m3jax.evaluate.__main__ import OPTIONS, TASKS, main, parser, with_defaults
+
+chat = sys.modules["m3jax.dialogue.chat"]  # the package has a function of this name
 
 
 def test_numbers_that_a_user_meets():
     assert (MOST_NEW_TOKENS, MOST_CONTEXT, DIFFER) == (4096, 32_768, 1)
     assert (command.SCHEMA, dumps.SCHEMA, prompts.DISTRACTORS) == (1, 1, 24)
     assert (sources._MIN_CHARACTERS, sources._VALIDATION_SHARE, text._FEW) == (64, 25, 6)
+    assert (hints._MOST_STEP, hints._MOST_INPUTS, pairs._MOST_TOKENS, report._CHUNK) == (16, 2048, 2048, 256)
+    # Tokens of a device call of a dialogue, of a stream, and stop ids that it is made for; of a float8 cache's scales.
+    assert (dialogue._STEPS, chat._STREAM_STEPS, dialogue._STOP_IDS, subjects._SCALE_TOKENS) == (4, 4, 8, 512)
+    # Numbers that are held at once: logits, those that cross to the host, and probabilities.
+    assert (reading._LOGITS_AT_ONCE, dumps._LOGITS_OF_A_CALL, caught._SCORE_BUDGET) == (2**25, 2**26, 2**26)
     assert report._MOST_ROUNDING == {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
 
 
@@ -36,3 +48,36 @@ def test_defaults_of_a_folder_at_their_limits():
     )
     assert dict(greedy.knobs) == {"temperature": 0, "top_p": 0.5} and greedy.ignored == ("aaa", "zzz")
     assert dict(Defaults.from_dict({"do_sample": True, "temperature": 0.7}).knobs) == {"temperature": 0.7}
+
+
+# What docs/evaluate.md and --help say that a task does where nothing is asked for.
+SIZES = {
+    "perplexity": dict(tokens=16_384, context=None, skip=None),
+    "recall": dict(lengths=(256, 512, 1024, 2048), depths=(0.0, 0.25, 0.5, 0.75, 1.0), repeats=2, seed=0,
+                   kinds=("needle", "several", "chain")),
+    "kl": dict(context=None, skip=None, prompts=8, reference="x", write_reference=None),
+    "caught": dict(context=None, skip=None, prompts=2),
+    "acceptance": dict(context=None, prompts=8, seed=0, draft=None, draft_tokens=3, temperatures=(0.0, 0.7),
+                       max_new_tokens=64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_s_sizes_where_nothing_is_asked_for_and_their_least(task):
+    """Options of other tasks are None; the smallest of each size is taken, and one below is refused by its name."""
+    given = ["--task", task, *(["--reference", "x"] if task == "kl" else [])]
+    found = vars(with_defaults(parser().parse_args(given)))
+    asked = SIZES[task] | (dict(reference=Path("x")) if task == "kl" else {})
+    assert {name: found[name] for name in OPTIONS if name != "text"} == dict.fromkeys(set(OPTIONS) - {"text"}) | asked
+    assert (found["text"], found["batch"], found["chunk"]) == ((), 4, 512)
+    whole = [name for name in ("tokens", "repeats", "prompts", "draft_tokens", "max_new_tokens") if asked.get(name)]
+    starts = [name for name in ("skip", "seed") if name in asked]
+    for name, least in [(name, 1) for name in ("batch", "chunk", *whole)] + [(name, 0) for name in starts]:
+        option = f"--{name.replace('_', '-')}"
+        assert getattr(with_defaults(parser().parse_args([*given, option, str(least)])), name) == least
+        with pytest.raises(ValueError, match=f"^{option} {least - 1}: too small"):
+            with_defaults(parser().parse_args([*given, option, str(least - 1)]))
+
+
+def test_a_task_has_to_be_named(capsys):
+    assert main([]) == 2 and "the following arguments are required: --task" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Prompts with records to recall: where these stand, and what counts as an answer."""
 
 from functools import cache
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from support.embedded import TOKENIZER
 from tiny.corpus import Corpus, RecordTokens
 from tiny.measure import haystack_of, recall_accuracy, recall_probe
 
-from m3jax.evaluate.prompts import KINDS, Haystack, Prompt, recall_prompts
+from m3jax.evaluate.prompts import KINDS, Haystack, Prompt, fill, recall_prompts
 from m3jax.evaluate.reading import Reading
 from m3jax.evaluate.recall import Grid, recall
 from m3jax.evaluate.words import WORDS
@@ -143,6 +144,28 @@ def test_records_stand_at_their_depths(kind: str, length: int, seed: int):
         check_prompt(prompt, kind, length, depths)
     again = recall_prompts(haystack(), kind, length, depths, 2, seed)
     assert all(np.array_equal(one.tokens, two.tokens) for one, two in zip(prompts, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("gaps", "count"),
+    [([100, 200, 300], 24), ([0, 50, 900], 24), ([400, 8, 16], 24), ([80, 400, 40], 20), ([10, 10, 10], 3),
+     ([0, 0, 0], 5), ([300, 0, 7], 20), ([500, 400, 1000], 40), ([64, 64, 64], 0)],
+)  # fmt: skip
+def test_other_records_are_spread_over_the_pieces_between(gaps, count):
+    """Behind the last record 16 of them or a piece's share, before it the rest by length; 5/8 of a piece at most."""
+    lines = [haystack().line(2 * i, 2 * i + 1) for i in range(2)]
+    row = fill(np.random.default_rng(0), haystack(), gaps, lines, list(range(10, 10 + 2 * count)), count)
+    assert len(row) == sum(gaps) + 5 * 2
+    starts = [gaps[0], gaps[0] + 5 + gaps[1]]
+    records = [start for start, _, _ in records_of(row)]
+    assert set(starts) <= set(records)
+    room = [gap * 5 // 8 // 5 for gap in gaps]  # a record has five tokens
+    last = min(max(min(count, 16), round(count * gaps[2] / max(sum(gaps), 1))), room[2])
+    share = lambda gap: (count - last) * gap // (gaps[0] + gaps[1]) if gaps[0] + gaps[1] else 0
+    expected = [min(share(gaps[0]), room[0]), min(share(gaps[1]), room[1]), last]
+    edges = [-1, *starts, len(row)]
+    found = [sum(low < start < high for start in records) for low, high in pairwise(edges)]
+    assert found == expected
 
 
 def test_prompts_in_the_tokens_of_any_tokenizer():

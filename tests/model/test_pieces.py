@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx, struct
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 from support import tiny
@@ -20,7 +22,8 @@ from m3jax import M3Config, arrays
 from m3jax import model as m3_model
 from m3jax.cache import CallPages
 from m3jax.execution import Values
-from m3jax.model import M3, build, calls, eagle3
+from m3jax.media import batch
+from m3jax.model import M3, attention, build, calls, eagle3
 from m3jax.model.attention import Attention
 from m3jax.model.choices import Choices, shapes_of
 from m3jax.model.context import Context
@@ -32,6 +35,7 @@ from m3jax.model.names import OF_LAYERS, as_pytrees, check_edits, check_names, c
 from m3jax.model.summary import table
 from m3jax.ops import interpret
 from m3jax.parallel import mesh as meshes
+from m3jax.parallel import place as placing
 from m3jax.parallel.mesh import AXES, as_mesh, make_mesh, parse_mesh
 from m3jax.parallel.rules import PAGE_AXES, RULES, spec
 from m3jax.parallel.tokens import token_axes
@@ -79,6 +83,53 @@ def test_parts_of_a_layer_have_their_shapes():
     }  # fmt: skip
     experts = {name.split(".")[1]: shape for name, shape in moe.items() if name.startswith("experts.")}
     assert experts == {"gate_proj": (3, 8, d, 40), "up_proj": (3, 8, d, 40), "down_proj": (3, 8, 40, d)}
+
+
+def test_a_draft_is_drawn_with_the_scale_of_its_terms():
+    """Each matrix from the next numbers of the seed; norms are 1, and a reduced vocabulary is the first ids."""
+    module, draw, drawn = eagle3.init(draft_config(fc_norm=True), seed=3), np.random.default_rng(3), []
+    for name, parameter in made(Eagle3(draft_config(fc_norm=True), KeepsMade())).items():
+        if parameter.fan_in is not None:
+            drawn.append((name, parameter.shape, parameter.fan_in))
+        elif name != "target_ids":
+            np.testing.assert_array_equal(getattr(module, name)[...], np.ones(parameter.shape, np.float32))
+    order = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens",
+             "lm_head")  # fmt: skip
+    for name, shape, fan_in in sorted(drawn, key=lambda each: order.index(each[0])):
+        expected = (draw.normal(size=shape) * fan_in**-0.5).astype(np.float32)
+        np.testing.assert_array_equal(getattr(module, name)[...], expected, err_msg=name)
+    np.testing.assert_array_equal(module.target_ids[...], np.arange(6, dtype=np.int32), strict=True)
+
+
+def test_random_matrices_have_keys_of_their_own():
+    """Matrix i is cut from a draw by key i, of the next size of three, so that its numbers stay those of the seed."""
+    assert build._SMALL_SIZES == (2**12, 2**16, 2**20)
+    key = jax.random.key(5)
+    make = build.MakeRandom(key, "float32", None)
+    for number, (shape, size) in enumerate((((2, 2), 2**12), ((2, 2), 2**12), ((64, 64), 2**12), ((17, 241), 2**16))):
+        found = make.weight(shape, (None, None), fan_in=4)[...]
+        numbers = jax.random.normal(jax.random.fold_in(key, number), (size,))
+        np.testing.assert_array_equal(found, 0.5 * numbers[: math.prod(shape)].reshape(shape))
+
+
+def test_what_reads_the_stream_and_does_not_train_it(monkeypatch, unchecked):
+    """T33: the index branch's two products, the last ones; queries, keys and values come first, in their order."""
+
+    def project_each(spec, x, weights, num_detached):
+        return [(str(weight), index >= len(weights) - num_detached) for index, weight in enumerate(weights)]
+
+    monkeypatch.setattr(attention, "project_each", project_each)
+    kinds = ("q", "k", "v", "index_q", "index_k")
+    layer = SimpleNamespace(**{f"{kind}_{part}": np.array(kind) for kind in kinds for part in ("proj", "norm")})
+    context = SimpleNamespace(how=SimpleNamespace(heads=lambda projections: projections), config=CONFIG)
+    for is_sparse, count in ((False, 3), (True, 5)):
+        layer.is_sparse = is_sparse
+        found = Attention.project(layer, np.zeros((1, 2, 48), np.float32), "cos", "sin", context)
+        assert [*found.raw][:count] == [(kind, i >= 3) for i, kind in enumerate(kinds[:count])]
+        assert [str(norm) for norm in found.norms] == [
+            kind if kind != "v" and i < count else "None" for i, kind in enumerate(kinds)
+        ]
+        assert (found.cos, found.sin, found.eps, found.dtype) == ("cos", "sin", CONFIG.rms_norm_eps, np.float32)
 
 
 @dataclass(frozen=True)
@@ -178,6 +229,13 @@ def test_the_smallest_draft_and_what_is_smaller():
               "intermediate_size")  # fmt: skip
     smallest = Eagle3Config(**dict.fromkeys(counts, 1), head_dim=2, taps=(0,))
     smallest.check_fits(tiny.config("d", hidden_size=1, vocab_size=1))
+    with pytest.raises(ValueError) as refused:  # all of them at once, in the order of the fields
+        replace(smallest, **dict.fromkeys((*counts, "head_dim"), 0))
+    fields = [name for name in Eagle3Config.__dataclass_fields__ if name in (*counts, "head_dim")]
+    assert re.findall(r"(\w+) = 0", str(refused.value)) == fields
+    defaults = dict(rms_norm_eps=1e-6, rope_theta=1e4, fc_norm=False, norm_output=False, norm_before_residual=False,
+                    own_embedding=True, own_head=True)  # fmt: skip
+    assert {name: getattr(smallest, name) for name in defaults} == defaults
     for name in (*counts, "head_dim"):
         with pytest.raises(ValueError, match=f"{name} = 0: must be at least 1"):
             replace(smallest, **{name: 0})
@@ -412,6 +470,30 @@ def test_several_processes_take_all_devices(monkeypatch):
         make_mesh(tensor=4)
 
 
+@pytest.mark.usefixtures("eight_devices")
+def test_arrays_of_one_process_take_no_detour(monkeypatch, unchecked):
+    """They are put where they shall lie as they are, and a program leaves them where they lie."""
+    mesh = make_mesh(tensor=8)
+    divided_by_8, everywhere = NamedSharding(mesh, P("tensor")), NamedSharding(mesh, P())
+    with monkeypatch.context() as patch:
+        patch.setattr(placing, "np", None)  # no copy of it on the host
+        patch.setattr(placing.jax, "make_array_from_callback", None)
+        array = placing.put(jnp.arange(16), divided_by_8)
+    assert array.sharding == divided_by_8 and [*map(int, array)] == [*range(16)]
+    tree = {"a": array}
+    for like in (None, divided_by_8, jax.sharding.SingleDeviceSharding(jax.devices()[0])):
+        assert placing.whole(tree, like) is tree
+    # Of several processes each fills its own part, and a program gives every device all of it.
+    of_several = SimpleNamespace(is_fully_addressable=False, mesh=mesh)
+    (found,) = placing.whole({"a": array}, of_several).values()
+    assert found.sharding == everywhere
+    asked = []
+    note = lambda shape, where, part_of: asked.append((shape, where, part_of((slice(2, 4),)).tolist()))
+    monkeypatch.setattr(placing.jax, "make_array_from_callback", note)
+    placing.put(np.arange(6), of_several)
+    assert asked == [((6,), of_several, [2, 3])]
+
+
 SHAPES = [(1, 1, 1, 1), (2, 1, 1, 2), (1, 2, 2, 2), (2, 2, 2, 1), (1, 1, 2, 4), (1, 4, 1, 2), (8, 1, 1, 1)]
 
 
@@ -520,6 +602,11 @@ def test_choices_that_no_model_can_have_made_are_found():
     for chosen in ([3, 3], [0, 8], [0, -1]):
         found = of_experts(1, chosen)
         assert found.startswith(f"choices.expert_ids[0, 1, 0] = {chosen}: give distinct ids from 0 to 7, or -1 first")
+
+    three = lambda *ids: Choices(expert_ids=np.full((1, 3, 1, 3), ids)).find_problem(config, *at)
+    assert not three(5, 3, 4) and not three(7, 0, 3)
+    for twice in ((3, 5, 3), (3, 3, 5), (5, 3, 3)):
+        assert f"choices.expert_ids[0, 0, 0] = {list(twice)}: give distinct ids" in three(*twice)
 
     def of_blocks(token, chosen, head=3):
         blocks = np.full((1, 3, 1, 4, 3), -1)
@@ -635,10 +722,39 @@ def test_tables_of_angles_and_the_clamped_product():
     np.testing.assert_allclose(swiglu_oai(jnp.ones(1), jnp.ones(1), 1.0, 9.0), 2 / (1 + np.exp(-1)), rtol=1e-6)
 
 
+def test_the_clamps_of_the_product_pass_the_gradient_at_their_limits():
+    """As PyTorch's do, which transformers trains with: a number is cut off beyond its limit, and not on it."""
+    limit, alpha = 2.0, 1.5
+    points = np.array([-3, -2, -1, 1, 2, 3], np.float32)
+    gate, up = (x.ravel() for x in np.meshgrid(points, points))
+    total = lambda gate, up: swiglu_oai(gate, up, alpha, limit).sum()
+    of_gate, of_up = jax.grad(total, argnums=(0, 1))(jnp.asarray(gate), jnp.asarray(up))
+    g, u = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    sigmoid = 1 / (1 + np.exp(-alpha * g))
+    slope = sigmoid * (1 + alpha * g * (1 - sigmoid))
+    np.testing.assert_allclose(of_gate, (u + 1) * slope * (gate <= limit), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(of_up, g * sigmoid * (np.abs(up) <= limit), rtol=1e-5, atol=1e-6)
+
+
 def test_features_stand_in_place_of_their_tokens():
     x, features = jnp.arange(12.0).reshape(2, 3, 2), 100 + jnp.arange(4.0).reshape(2, 2)
     found = join_features(x, features, jnp.array([[-1, 1, 0], [0, -1, -1]], jnp.int32))
     assert found.tolist() == [[[0, 1], [102, 103], [100, 101]], [[100, 101], [8, 9], [10, 11]]]
+
+
+def test_places_of_media_that_are_not_the_tokens_are_refused(unchecked):
+    """Where the arrays are at hand: 2 x 4 patches are two placeholders. A model without a tower has no places."""
+    image = batch([(np.zeros((8, 1176), np.float32), (1, 2, 4))])
+    model = WithTower()
+    model.vision = SimpleNamespace(config=SimpleNamespace(image_token_id=7, video_token_id=8))
+    found = model.places(jnp.array([[1, 7, 7, 2]], jnp.int32), image)
+    assert found.tolist()[:2] == [1, 2] and set(found.tolist()[2:]) <= {-1}
+    for tokens in ([1, 7, 3, 2], [7, 7, 7, 2], [1, 8, 8, 2]):
+        with pytest.raises(ValueError, match="placeholder"):
+            model.places(jnp.array([tokens], jnp.int32), image)
+    model.vision = None
+    with pytest.raises(ValueError, match="this model has no vision tower: it takes text alone"):
+        model.places(jnp.array([[1, 7, 7, 2]], jnp.int32), image)
 
 
 def test_a_feature_goes_to_its_place_among_all_rows_tokens():

@@ -10,17 +10,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import tiny
 
 from m3jax.decoding import Params, Sampling
 from m3jax.decoding.engine.request import Generation
 from m3jax.model import Choices
 from m3jax.train import convert, eagle3, grpo, packing, run
 from m3jax.train.conversations import Example
+from m3jax.train.dense import in_model_units
+from m3jax.train.eagle3 import continuations
 from m3jax.train.grpo import Rounds, RunSettings, prompts_of_round
-from m3jax.train.packing import pack, packed_row
+from m3jax.train.packing import attend_by_chunks, pack, packed_row
+from m3jax.train.policy import PolicyLoss
+from m3jax.train.rewards import TaskError
 from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, as_batch_of_groups, roll_out
+from m3jax.train.run import Stage, run_stages
 from m3jax.train.sft import PackedBatches, SFTSettings
 from m3jax.train.shared_prompts import GroupLayout, shared_tokens
+from m3jax.train.units import LARGE_UNIT
 
 # Rows
 
@@ -104,6 +111,124 @@ def test_later_steps_of_a_draft_count_less():
 
 class Counted(NamedTuple):
     step: int
+
+
+STAGES = [Stage("dense", 3, 8, 2, False), Stage("long", 2, 16, 1, True), Stage("last", 4, 16, 1, True)]
+
+
+@pytest.mark.parametrize("begin", [0, 2, 3, 6, 9])
+def test_stages_are_run_one_after_the_other_from_where_the_state_is(begin, tmp_path, monkeypatch, capsys, unchecked):
+    """A stage ends at its own last step of the whole run, under its schedule; those that are over are not begun."""
+    keeper, ran = SimpleNamespace(), []
+    made = lambda folder, options: contextlib.nullcontext(keeper) if folder == tmp_path.resolve() else None
+    monkeypatch.setattr(run.ocp, "CheckpointManager", made)
+    monkeypatch.setattr(run, "restored", lambda found, state: Counted(begin) if found is keeper else None)
+    monkeypatch.setattr(run, "_with_schedule", lambda tree, schedule: (tree, schedule))
+    monkeypatch.setattr(run, "train_step", lambda *given, **named: (given, named))
+
+    def run_stage(name, last_step, state, step, *rest):
+        ran.append((name, last_step, state, step("state", "batch"), *rest))
+        return Counted(last_step)
+
+    monkeypatch.setattr(run, "_run_stage", run_stage)
+    look, loss = lambda state: None, lambda params, batch: None
+    end = run_stages(
+        tmp_path, STAGES, "state at 0", "adamw", loss, batches=lambda stage: f"batches of {stage.name}",
+        schedule="blockwise", keys=("a", "b"), shared={"teacher": 1}, balance_rate=0.5, workers=7, check=look,
+        check_every=11,
+    )  # fmt: skip
+    state, expected = Counted(begin), []
+    stepped = (("state", "batch"), dict(optimizer="adamw", loss_fn=loss, balance_rate=0.5))
+    for name, last, schedule in (("dense", 3, "dense"), ("long", 5, "blockwise"), ("last", 9, "blockwise")):
+        if begin < last:
+            fixed = ({"teacher": 1}, schedule)
+            of_run = (f"batches of {name}", ("a", "b"), fixed, 7, keeper, loss, look, 11)
+            expected.append((name, last, (state, schedule), stepped, *of_run))
+            state = Counted(last)
+    assert ran == expected and end == Counted(9)
+    assert capsys.readouterr().out == (f"going on from step {begin}\n" if begin else "")
+
+
+class Writes:
+    """An engine that is none: it ends its requests last first, and writes the seed of each."""
+
+    def __init__(self):
+        self.waiting = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting)
+
+    def add(self, prompt, params) -> int:
+        handle = 100 - len(self.waiting)
+        self.waiting[handle] = params
+        return handle
+
+    def step(self):
+        handle, params = self.waiting.popitem()
+        seed, temperature = params.sampling.seed, params.sampling.temperature
+        written = [seed] * (params.max_new_tokens - 1) + [int(10 * temperature)]
+        going_on = SimpleNamespace(handle=handle, generation=None)
+        return [going_on, SimpleNamespace(handle=handle, generation=SimpleNamespace(tokens=written))]
+
+
+def test_continuations_fill_their_rows_each_by_a_seed_of_its_own(monkeypatch, unchecked):
+    """Rows come in the order of their beginnings, and take the temperatures in turn."""
+    built, told = [], []
+    monkeypatch.setattr(eagle3, "build_engine", lambda *given, **named: built.append((given, named)) or Writes())
+    line = SimpleNamespace(say=told.append)
+    monkeypatch.setattr(eagle3, "activity", lambda progress: contextlib.nullcontext(line))
+    beginnings = [[7], [8, 9], [7, 7, 7]]
+    for batch, prefill_rows in ((9, 9), (300, 128)):
+        found = continuations("model", beginnings, 6, (0.0, 0.5), batch)
+        expected = [[7, 0, 0, 0, 0, 0], [8, 9, 1, 1, 1, 5], [7, 7, 7, 2, 2, 0]]
+        np.testing.assert_array_equal(found, np.array(expected, np.int32), strict=True)
+        assert built.pop() == (("model",), dict(
+            rows=batch, length=6, prefill_chunk=3, prefill_rows=prefill_rows, steps_per_call=64, prefix_cache=False,
+            progress=True,
+        ))  # fmt: skip
+    assert told[:3] == [f"writing continuations: {n} of 3" for n in (1, 2, 3)]
+
+
+def test_norms_of_heads_of_what_was_a_llama_change_nothing():
+    """With an eps of 2**40 times the source's they are linear, by one; what writes into the stream is 2**20 times."""
+    config = tiny.config("d", rms_norm_eps=1e-5 * 2.0**40)
+    names = ("q_norm", "k_norm", "o_proj", "q_proj")
+    weights = {f"stacks.0.self_attn.{name}": np.ones(8, np.float32) for name in names}
+    weights |= {"stacks.0.mlp.down_proj": np.full(8, 3.0, np.float32), "embed_tokens": np.float32([0.5])}
+    found = in_model_units(weights, config)
+    x = np.random.default_rng(0).normal(size=(4, 8)) * np.array([[1e-3], [0.1], [1.0], [2.0]])
+    for name in ("q_norm", "k_norm"):
+        stored = np.asarray(found[f"stacks.0.self_attn.{name}"], np.float64)
+        normed = (1 + stored) * x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps)
+        np.testing.assert_allclose(normed, x, rtol=2e-6)
+    assert (
+        found["stacks.0.self_attn.o_proj"][0] == LARGE_UNIT == 2**20 and found["stacks.0.mlp.down_proj"][0] == 3 * 2**20
+    )
+    assert found["stacks.0.self_attn.q_proj"][0] == 1 and found["embed_tokens"][0] == 2**19
+    assert in_model_units(weights, tiny.config("d", rms_norm_eps=1.0)) == weights
+
+
+def test_a_row_of_attention_is_four_parts_of_256_queries_or_more(monkeypatch, unchecked):
+    """A part meets the keys up to its own end; so many of its queries at a time as a core's cache has scores for."""
+    taken = []
+
+    def noted(attend, chunk, axis, q, *rest):
+        taken.append((q.shape[axis], *attend.args, chunk))
+        return q
+
+    monkeypatch.setattr(packing, "map_chunks", noted)
+    monkeypatch.setattr(packing, "elements_at_once", lambda count: count)
+    for queries, keys, parts in (
+        (1, 1, [(1, 1)]), (256, 256, [(256, 256)]), (300, 300, [(256, 256), (44, 300)]),
+        (1024, 1024, [(256, n) for n in (256, 512, 768, 1024)]),
+        (2000, 2500, [(500, n) for n in (1000, 1500, 2000, 2500)]),
+    ):  # fmt: skip
+        taken.clear()
+        x = lambda count, heads: np.zeros((1, count, heads, 1), np.float32)
+        attend_by_chunks(x(queries, 2), x(keys, 1), x(keys, 1), None)
+        fits = [packing.rows_within(2**20, 2 * end, count) for count, end in parts]
+        assert taken == [(*part, chunk) for part, chunk in zip(parts, fits, strict=True)]
 
 
 def test_what_a_stage_says_and_keeps(monkeypatch, capsys, unchecked):
@@ -315,6 +440,153 @@ def test_the_steps_of_a_round(old, monkeypatch, unchecked):
     for (_, batch, *_), expected in zip(seen, (sampler, later, later), strict=True):
         np.testing.assert_array_equal(batch["old"], expected)
         assert batch["reference"] == ("first", "bfloat16", settings.temperature)
+
+
+class Deleted(SimpleNamespace):
+    """A leaf of a state, which a step that was interrupted has taken with it."""
+
+    def is_deleted(self):
+        return self.gone
+
+
+@pytest.fixture
+def policy(monkeypatch, tmp_path):
+    """`train_policy` with rounds that count; what is read, built, kept and said is noted."""
+    noted = SimpleNamespace(built=[], kept=[], said=[], lines=[], rounds=[], begun=0, fails=None, is_gone=False)
+    keeper = SimpleNamespace(latest_step=lambda: noted.kept[-1] if noted.kept else None)
+    config = SimpleNamespace(index_block_size=8, max_position_embeddings=100, eos_token_id=(2,))
+    model = SimpleNamespace(
+        config=config, mesh=None, with_invariance=lambda: SimpleNamespace(config=config, mesh="of it")
+    )
+    state = lambda step: SimpleNamespace(model=f"weights {step}", step=step)
+
+    class Round:
+        def __init__(self, *given):
+            noted.given = given
+
+        def __call__(self, number, before):
+            noted.rounds.append(number)
+            if noted.fails is not None and len(noted.rounds) > 1:
+                raise noted.fails
+            return state(before.step + noted.settings.epochs), {"step": number + 1}
+
+    def manager(folder, options):
+        noted.folder, noted.options = folder, options
+        return contextlib.nullcontext(keeper)
+
+    lines = SimpleNamespace(write=noted.lines.append)
+    replaced = dict(
+        _encode=lambda row, *_: tuple(range(row)), cast_weights=lambda of, dtype: (of, dtype), Rounds=Round,
+        check_same_run=lambda folder, about: noted.__dict__.update(same=(folder, about)),
+        make_optimizer=lambda schedule, decay, frozen_index: ("adamw", decay, frozen_index),
+        init_state=lambda of, optimizer: state(0), restored=lambda found, _: state(noted.begun),
+        MetricLines=lambda *given: noted.__dict__.update(metrics=given) or lines,
+        build_engine=lambda *given, **named: noted.built.append((given, named)) or "engine",
+        stop_ids=lambda tokenizer, ids: (tokenizer, *ids), TurnWriter=lambda *given: ("writer", *given),
+        layout_of_groups=lambda lengths, new, length, settings, of: ("layout", lengths, new, length),
+        keep=lambda found, step, kept: noted.kept.append(step) if found is keeper else None,
+        _shown=lambda line, steps: f"{line['step']} of {steps}",
+    )  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(grpo, name, value)
+    monkeypatch.setattr(grpo.ocp, "CheckpointManager", manager)
+    monkeypatch.setattr(grpo.ocp, "CheckpointManagerOptions", lambda **options: options)
+    monkeypatch.setattr(grpo.jax.tree, "leaves", lambda tree: [Deleted(gone=noted.is_gone)])
+
+    def train(prompts, has_tools=False, **changes):
+        noted.settings = RunSettings(**dict(steps=5, prompts=2, answers=3, max_new_tokens=10, save_every=2) | changes)
+        task = SimpleNamespace(prompts=lambda: prompts, has_tools=has_tools)
+        given = (
+            model,
+            "tokenizer",
+            "template",
+            task,
+            noted.settings,
+            tmp_path,
+            "metrics",
+            noted.said.append,
+            {"a": "b"},
+        )
+        return grpo.train_policy(*given)
+
+    noted.train, noted.model, noted.task_folder = train, model, tmp_path
+    return noted
+
+
+def test_a_run_of_a_policy_is_rounds_from_where_its_state_is(policy, unchecked):
+    """Rows are as long as the longest prompt and its answers, in whole blocks; a state is kept every few rounds."""
+    assert policy.train([5, 9, 7], epochs=2, weight_decay=0.5, compute_dtype="bfloat16") == "weights 10"
+    settings = policy.settings
+    assert policy.same == (policy.task_folder, {"a": "b"} | settings.decisive) and policy.metrics == ("metrics", 0)
+    assert policy.built == [((("weights 0", "bfloat16"),), dict(
+        rows=6, length=24, records=settings.record, all_record=True, steps_per_call=16
+    ))]  # fmt: skip
+    assert policy.folder == (policy.task_folder / "states").resolve()
+    assert policy.options == dict(max_to_keep=2, enable_async_checkpointing=True)
+    ends = ("tokenizer", 2)
+    asked = Params(max_new_tokens=10, sampling=settings.sampling, stop_ids=ends, record=settings.record)
+    engine, task, rows, encoded, *rest = policy.given
+    assert (engine, rows, [*map(len, encoded)], task.has_tools) == ("engine", [5, 9, 7], [5, 9, 7], False)
+    assert rest == [
+        ("writer", "tokenizer", "template", ends), asked, ("adamw", 0.5, True), settings, 24, 1, None,
+        ("layout", [5, 9, 7], 10, 24),
+    ]  # fmt: skip
+    assert policy.rounds == [0, 1, 2, 3, 4] and policy.kept == [4, 8, 10]
+    assert policy.lines == [{"step": n} for n in range(1, 6)] and policy.said == [f"{n} of 5" for n in range(1, 6)]
+    policy.begun, policy.rounds[:], policy.kept[:] = 6, [], []
+    policy.train([5], rows=4, epochs=2, loss=PolicyLoss(kl_weight=0.5), invariant=True)
+    assert policy.rounds == [3, 4] and policy.kept == [8, 10] and policy.metrics == ("metrics", 3)
+    assert policy.built[1][1]["rows"] == 4 and policy.built[1][1]["length"] == 16
+    of, dtype = policy.given[10]
+    assert of.mesh == "of it" and dtype == "float32"
+
+
+def test_turns_with_tools_take_room_and_what_has_none_is_refused(policy, unchecked):
+    sizes = dict(max_new_tokens=20, turns=3, tool_tokens=5)
+    for has_tools, longest, length, turns in ((False, 80, 104 - 4, 1), (True, 30, 100, 3)):
+        policy.model.config.max_position_embeddings = length + 4
+        policy.train([longest], has_tools, **sizes)
+        assert policy.given[8:10] == (104, turns) and policy.given[11][2] == (20 if turns == 1 else 70)
+        policy.model.config.max_position_embeddings = length + 3
+        words = r" in 3 turns and tool_tokens = 5" if has_tools else ""
+        reason = f"longest prompt has {longest} tokens, which with max_new_tokens = 20{words} are more than the model's"
+        with pytest.raises(ValueError, match=reason):
+            policy.train([longest], has_tools, **sizes)
+    policy.model.mesh = SimpleNamespace(shape={"data": 4})
+    with pytest.raises(ValueError, match="prompts = 2 and answers = 3: their product must be a multiple of the mesh's"):
+        policy.train([5])
+    assert policy.train([5], answers=2) == "weights 5"
+    with pytest.raises(ValueError, match="invariant on a mesh with data=4"):
+        policy.train([5], answers=2, invariant=True)
+    policy.model.mesh = SimpleNamespace(shape={"data": 1})
+    assert policy.train([5], invariant=True) == "weights 5"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TaskError])
+@pytest.mark.parametrize("save_every", [1, 9])
+def test_a_run_that_is_stopped_keeps_its_last_whole_round(policy, unchecked, monkeypatch, error, save_every):
+    """Once; nothing of a state that a step has taken, or of the beginning; an interrupt on several hosts keeps none."""
+    policy.fails = error("stop")
+    with pytest.raises(error):
+        policy.train([5], save_every=save_every)
+    assert policy.kept == [1] and policy.said == [
+        "1 of 5",
+        "stopped after round 1: the same command goes on from there",
+    ]
+    for is_gone, begun, processes, kept in (
+        (True, 0, 1, []), (False, 0, 2, [1] if error is TaskError else []), (False, 3, 1, [4]),
+    ):  # fmt: skip
+        policy.is_gone, policy.begun, policy.kept[:], policy.said[:], policy.rounds[:] = is_gone, begun, [], [], []
+        monkeypatch.setattr(grpo.jax, "process_count", lambda n=processes: n)
+        with pytest.raises(error):
+            policy.train([5], save_every=9)
+        assert policy.kept == kept and len(policy.said) == 1 + len(kept)
+    policy.rounds[:], policy.begun, policy.said[:] = ["an earlier one"], 0, []
+    monkeypatch.setattr(grpo.jax, "process_count", lambda: 1)
+    policy.kept[:] = []
+    with pytest.raises(error):
+        policy.train([5])
+    assert policy.kept == policy.said == []
 
 
 class Writer:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m3jax.train.policy import Correction, PolicyLoss, group_advantages, mismatch
+from m3jax.train.policy import Correction, PolicyLoss, group_advantages, log_ratios, mismatch
 
 ROWS, LENGTH = 4, 7
 _loss = jax.jit(lambda loss, *arrays, **more: loss(*arrays, **more), static_argnums=0)
@@ -116,6 +116,26 @@ def test_on_policy_the_gradient_is_the_policys():
         gradient = jax.grad(lambda new, loss=loss: loss(**{**arrays, "new": new})[0])(jnp.asarray(arrays["new"]))
         expected = -np.where(arrays["mask"], arrays["advantages"][:, None], 0) / arrays["mask"].sum()
         np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_what_the_mask_leaves_out_has_ratio_0_and_weight_0():
+    """And within it a log-ratio is cut off at 20, of a token and of a row's sum."""
+
+    @jax.jit
+    def found(new, old, mask):
+        ratios = [log_ratios(new, old, mask, level) for level in ("token", "sequence")]
+        corrections = [Correction(weigh=level, limit=1e30) for level in ("token", "sequence")]
+        return *ratios, *(jnp.log(correction.weights(new, old, mask)) for correction in corrections)
+
+    arrays = batch(6)
+    old, mask = arrays["old"], arrays["mask"]
+    for away in (0.5, 19.5, 20.5, -20.5):
+        of_token, of_row, weight, weight_of_row = map(np.asarray, found(old + np.float32(away), old, mask))
+        for ratios in (of_token, of_row):
+            np.testing.assert_allclose(ratios, np.where(mask, np.clip(away, -20, 20), 0), rtol=1e-5)
+        summed = np.clip(np.clip(away, -20, 20) * mask.sum(axis=1, keepdims=True), -20, 20)
+        for logs, expected in ((weight, np.clip(away, -20, 20)), (weight_of_row, summed)):
+            np.testing.assert_allclose(logs, np.where(mask, expected, -np.inf), rtol=1e-5)
 
 
 def test_a_batch_without_tokens_is_zero():

@@ -1,9 +1,14 @@
 """Rewards of a task: several with weights, of groups, of coroutines; and tools that answer."""
 
+import asyncio
+import queue
 import textwrap
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from m3jax.train import rewards
 from m3jax.train.rewards import TaskError, TaskFile
 
 TASK = """
@@ -76,3 +81,89 @@ def test_what_is_wrong_with_a_reward_is_said_in_a_line(text, tmp_path):
     with pytest.raises(TaskError) as raised, TaskFile(path, seconds=1) as made:
         made.reward([row for row in made.prompts() for _ in range(3)], ["a"] * 6, group=3)
     assert WRONG[text] in str(raised.value) and "\n" not in str(raised.value)
+
+
+# Without the process
+
+
+class Asked(TaskFile):
+    """A task whose process is none: it answers what it was made with, and keeps what it was asked."""
+
+    def __init__(self, answer, weights=None):
+        self.path, self.answer, self.asked, self.weights = Path("task.py"), answer, [], weights or {}
+
+    def _call(self, name, *args):
+        self.asked.append((name, *args))
+        return self.answer
+
+
+def test_a_row_has_a_prompt_or_messages():
+    rows = [{"prompt": "x", "wanted": 1}, {"messages": [1]}]
+    assert Asked(rows).prompts() == rows
+    for wrong, message in (
+        ([], r"gave \[\]: it must give a list"), ((rows[0],), "it must give a list"), ([rows[0], 3], "row 1: 3 must"),
+        ([{}], "row 0: .* must have 'prompt' or 'messages'"), ([rows[0] | rows[1]], "row 0: .* must have"),
+        ([rows[1], {"prompt": ""}], "row 1: its prompt is empty"), ([{"messages": []}], "row 0: its prompt is empty"),
+    ):  # fmt: skip
+        with pytest.raises(TaskError, match=rf"prompts\(\) of task.py.*{message}"):
+            Asked(wrong).prompts()
+
+
+def test_a_reward_gets_columns_and_gives_a_number_an_answer():
+    """A column that a row lacks is None there; rewards are summed with their weights."""
+    rows = [{"prompt": "x", "b": 1}, {"messages": [1], "a": 2, "b": 3}]
+    task = Asked({"one": [True, 0.5], "two": (3, -1)}, {"one": 2.0, "two": 0.5})
+    assert task.reward_parts(rows, ("p", "q"), 2) == {"one": [1.0, 0.5], "two": [3.0, -1.0]}
+    assert task.asked == [("reward", ["x", [1]], ["p", "q"], {"a": [None, 2], "b": [1, 3]}, 2)]
+    assert task.reward(rows, ("p", "q")) == [3.5, 0.5] and task.asked[1][-1] == 1
+    for given, message in (
+        ([1.0], r"reward one\(\) of task.py gave 1 numbers for 2 answers"), (7, "gave 7 for 2 answers"),
+        ([1.0, float("nan")], "gave nan for answer 1"), ([None, 1.0], "gave None for answer 0"),
+    ):  # fmt: skip
+        with pytest.raises(TaskError, match=message):
+            Asked({"one": given}).reward_parts(rows, ("p", "q"))
+    with pytest.raises(TaskError, match=r"^reward\(\) of task.py gave 0 numbers"):
+        Asked({"reward": []}).reward_parts(rows, ("p", "q"))
+    calls = Asked(["t"])
+    assert calls.answer_calls([("f", {"n": 1}, rows[1])]) == ["t"]
+    assert calls.asked == [("answer_call", [("f", {"n": 1}, {"a": 2, "b": 3})])]
+
+
+def test_a_reward_of_groups_is_called_for_each_with_its_part_of_all_columns():
+    calls = []
+
+    def plain(prompts, completions, **columns):
+        calls.append((prompts, completions, columns))
+        return [*range(len(completions))]
+
+    given = (["x", "x", "y", "y"], ["a", "b", "c", "d"], {"n": [1, 2, 3, 4]}, 2)
+    every = {"plain": (plain, 1.0, False), "grouped": (plain, 0.5, True)}
+    assert asyncio.run(rewards._reward(every, *given)) == {"plain": [0, 1, 2, 3], "grouped": [0, 1, 0, 1]}
+    cuts = (slice(0, 4), slice(0, 2), slice(2, 4))
+    assert calls == [(given[0][cut], given[1][cut], {"n": given[2]["n"][cut]}) for cut in cuts]
+    assert asyncio.run(rewards._reward({"plain": every["plain"]}, [], [], {}, 2)) == {"plain": []}
+
+
+def test_a_process_is_waited_for_and_looked_after():
+    """In steps of a fifth of a second; what it said before it ended is read."""
+    task, said, left = Asked(None), [], [(None, 5)]
+
+    def get(timeout):
+        said.append(timeout)
+        if len(said) <= 3 or not left:
+            raise queue.Empty
+        return left.pop()
+
+    task._answers = SimpleNamespace(get=get, empty=lambda: not left)
+    task._process = SimpleNamespace(is_alive=lambda: False, exitcode=7)
+    assert task._receive("it", 60.0) == 5 and said == [0.2] * 4
+    with pytest.raises(TaskError, match=r"it of task.py ended its process \(exit code 7\)"):
+        task._receive("it", 60.0)
+    task._process = SimpleNamespace(is_alive=lambda: True)
+    said.clear()
+    with pytest.raises(TaskError, match=r"it of task.py took more than 1 s: it was given up"):
+        task._receive("it", 1.0)
+    assert len(said) == 5
+    left, said[:] = [("KeyError: 'x'", None)], [0] * 3
+    with pytest.raises(TaskError, match=r"it of task.py: KeyError: 'x'"):
+        task._receive("it", 1.0)

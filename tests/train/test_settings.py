@@ -2,13 +2,17 @@
 
 from argparse import Namespace
 from dataclasses import asdict
+from inspect import signature
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import tiny
 from support.options import wrong_defaults
 
-from m3jax.train import lora
+from m3jax.model.build import abstract
+from m3jax.train import convert, dense, eagle3, lora, losses, packing, policy, rewards, rollouts, run, sft
+from m3jax.train import step as steps
 from m3jax.train.__main__ import parser
 from m3jax.train.convert_command import convert_parser, run_convert
 from m3jax.train.grpo import RunSettings
@@ -20,10 +24,63 @@ from m3jax.train.sft import SFTLoss, SFTSettings
 from m3jax.train.sft_command import merge_parser, sft_parser
 from m3jax.train.step import make_optimizer
 
+REQUIRED = {
+    "m3jax.train": ["task", "out", "steps"], "sft": ["out", "steps", "data"],
+    "convert": ["model", "out", "steps", "data"],
+    "merge": ["adapter", "out"],
+}  # fmt: skip
+
 
 def test_options_have_the_defaults_that_help_says():
-    for each in (parser(), sft_parser("sft"), convert_parser("convert"), merge_parser("merge")):
+    """What there is no default for has to be given; a command says in a sentence what it does."""
+    parsers = (parser(), sft_parser("sft"), convert_parser("convert"), merge_parser("merge"))
+    for (name, required), each in zip(REQUIRED.items(), parsers, strict=True):
         assert wrong_defaults(each) == [], each.prog
+        assert each.prog.split()[-1] == name and each.description.endswith(".") and " " in each.description
+        found = [action.dest for action in each._actions if action.required and action.option_strings]
+        assert sorted(found) == sorted(required), name
+
+
+# What docs and docstrings say of functions whose settings are not a class.
+DEFAULTS = {
+    convert.WarmUpLoss: dict(index_stride=8, compute_dtype="bfloat16"),
+    convert.ConvertSettings: dict(index_stride=8),
+    convert.convert: dict(save_every=100, say=print),
+    convert.measure: dict(compute_dtype="float32"),
+    dense.dense_config: dict(block_size=128, topk_blocks=16, dense_layers=0),
+    dense.read_dense: dict(seed=0, mesh=None),
+    eagle3.continuations: dict(progress=True),
+    eagle3.refresh_draft: dict(steps=100, batch=16, unroll=3, learning_rate=1e-3, seed=0, progress=True),
+    losses.MSALoss: dict(kl_weight=1.0, kl_stride=8, compute_dtype="bfloat16", remat=True, fused=False),
+    losses.token_logprobs: dict(remat=False),
+    policy.group_advantages: dict(baseline="grpo", epsilon=1e-6),
+    rewards.TaskFile: dict(seconds=60.0),
+    rollouts.Episode: dict(version=0),
+    rollouts.roll_out: dict(seed=0, turns=1),
+    rollouts.read_logprobs: dict(compute_dtype="float32"),
+    run.run_stages: dict(keys=("tokens", "weights"), balance_rate=1e-3, workers=0, check_every=200),
+    sft.fine_tune: dict(save_every=100, steps_before=0, say=print),
+    steps.make_optimizer: dict(
+        weight_decay=0.1, frozen_index=False, frozen_text=False, frozen_vision=False, clip_norm=1.0
+    ),
+    steps.train_step: dict(balance_rate=1e-3),
+}  # fmt: skip
+
+
+def test_so_much_is_held_and_waited_for():
+    """Numbers that are held at once, whatever the sizes; seconds; and limits that docs/training.md names."""
+    assert (losses._SCORE_BUDGET, convert._SCORE_BUDGET, packing._SCORE_BUDGET) == (2**26, 2**26, 2**24)
+    assert (packing._SCORES_AT_ONCE, sft._LOGITS_BUDGET) == (2**20, 2**24)
+    assert (packing._PARTS, packing._LEAST_PART, packing._OPEN_ROWS) == (4, 256, 64)
+    assert (run.KEEP_SECONDS, rewards._FIRST_SECONDS) == (60.0, 60.0)
+    assert (policy.LOG_RATIO_LIMIT, policy.PROB_ERROR_ALARM) == (20.0, 1.05)
+    assert (eagle3.STEP_WEIGHT, dense._LEAST_EPS) == (0.8, 1e-7)
+
+
+@pytest.mark.parametrize("of", DEFAULTS, ids=lambda of: of.__name__)
+def test_functions_have_these_defaults(of):
+    parameters = signature(of).parameters
+    assert {name: parameters[name].default for name in DEFAULTS[of]} == DEFAULTS[of]
 
 
 def test_settings_have_the_defaults_of_their_commands():
@@ -184,9 +241,30 @@ def test_adapters_begin_uniform_within_the_root_of_their_inputs(unchecked, monke
         assert -bound <= a.min() < -0.95 * bound and 0.95 * bound < a.max() <= bound and abs(a.mean()) < 0.1 * bound
     assert not np.array_equal(found["x"]["a"], init_adapters(model, settings, seed=2)["x"]["a"])
     assert np.array_equal(found["x"]["a"], init_adapters(model, settings, seed=1)["x"]["a"])
+    draw = np.random.default_rng(1)  # in the order of the matrices, so that a seed's run can be made again
+    for name, shape in (("x", (2, 64, 50)), ("y", (16, 50))):
+        bound = shape[-2] ** -0.5
+        np.testing.assert_array_equal(found[name]["a"], draw.uniform(-bound, bound, shape).astype(np.float32))
     monkeypatch.setattr(lora, "_shapes", lambda model, targets: {})
     with pytest.raises(ValueError, match="the model has none of attention, experts"):
         init_adapters(model, settings)
+
+
+def test_matrices_get_adapters_in_this_order(unchecked):
+    """By stack: q, k, v and o, with all heads in one axis, then the experts', where gate and up are one matrix."""
+    config = tiny.config("dM")
+    model = abstract(config)
+    attention = lambda i: {
+        f"stacks.{i}.self_attn.q_proj": ((1,), 48, 128), f"stacks.{i}.self_attn.k_proj": ((1,), 48, 64),
+        f"stacks.{i}.self_attn.v_proj": ((1,), 48, 64), f"stacks.{i}.self_attn.o_proj": ((1,), 128, 48),
+    }  # fmt: skip
+    experts = {
+        "stacks.1.mlp.experts.gate_up_proj": ((1, 8), 48, 80), "stacks.1.mlp.experts.down_proj": ((1, 8), 40, 48)
+    }  # fmt: skip
+    expected = attention(0) | attention(1) | experts
+    for targets in (("attention", "experts"), ("experts", "attention")):
+        assert [*lora._shapes(model, targets).items()] == [*expected.items()]
+    assert lora._shapes(model, ("experts",)) == experts
 
 
 def test_batches_are_made_in_order_and_one_ahead():

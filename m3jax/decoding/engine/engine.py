@@ -130,7 +130,7 @@ class Engine:
         self._pages = PageAllocator(cache.num_pages, page_size, share=storage.prefix_cache, stripes=stripes)
         self._placer = Placer(self.config, sees(model), self.shapes.media_patches)
         self._features = FeatureRows(self.shapes.media_tokens) if self.shapes.media_patches else None
-        self._scheduler = Scheduler(self._runner, self._pages, self._features, dispatch_ahead=is_ahead)
+        self._scheduler = Scheduler(self._runner, self._pages, self._features, is_ahead)
         self._key_offsets = KeyOffsets()
         self.clock = perf_counter
         self._requests: dict[int, Request] = {}  # those that go on, and those whose last event was not given out yet

@@ -73,8 +73,8 @@ class Scheduler:
         self,
         runner: Runner,
         pages: PageAllocator,
-        features: FeatureRows | None = None,
-        dispatch_ahead: bool = False,
+        features: FeatureRows | None,
+        dispatch_ahead: bool,
     ):
         self.runner, self.pages, self.shapes, self.features = runner, pages, runner.shapes, features
         self._dispatches_ahead = dispatch_ahead
