@@ -1,9 +1,12 @@
 """What a request asks for, field by field and without a server: constraints, formats, and the replay of a log."""
 
+import asyncio
 import hashlib
 import io
 import json
+import re
 import shlex
+import tomllib
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from m3jax.serve import command, together
+from m3jax.serve import apart, command, together
 from m3jax.serve.gateway.app import ENDPOINTS
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.fields import Fields, object_schema
@@ -19,6 +22,7 @@ from m3jax.serve.gateway.messages import fields_of_messages
 from m3jax.serve.gateway.sampling import CONSTRAINT_FIELDS, Model, check_constraints, response_format, set_constraints
 from m3jax.serve.worker.tokenizer_files import PIECE_BYTES, pieces, tokenizer_archive
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("unchecked")  # what JSON gives is no annotation's
 MODEL = Model("m", 100, 50, (1,), can_see=False, block_size=8, defaults={})
 SCHEMA = {"type": "object"}
@@ -200,6 +204,70 @@ def test_a_command_line_is_served_as_it_says(monkeypatch, tmp_path):
     assert found.gateway.journal._file.closed
 
 
+# A gateway alone
+
+
+def loaded_apart(monkeypatch, *words, fails=()):
+    """What a gateway alone is opened with, where opening it fails first so often, and what it waited in between."""
+    made, fails = SimpleNamespace(waits=[]), list(fails)
+
+    async def tokenizer_folder(worker, into):
+        assert into.is_dir()
+        return f"of {worker}"
+
+    async def open_gateway(gateway, workers, **options):
+        made.asked = getattr(made, "asked", 0) + 1
+        if fails:
+            raise fails.pop(0)
+        made.opened = (gateway, workers, options)
+        return "opened"
+
+    async def serve(gateway, address, load):
+        made.gateway, made.address, made.loaded = gateway, address, await load(gateway)
+
+    async def sleep(seconds):
+        made.waits.append(seconds)
+
+    monkeypatch.setattr(apart, "RemoteWorker", lambda address: f"worker {address}")
+    monkeypatch.setattr(apart, "tokenizer_folder", tokenizer_folder)
+    monkeypatch.setattr(apart, "open_gateway", open_gateway)
+    monkeypatch.setattr(apart, "serve", serve)
+    monkeypatch.setattr(apart, "asyncio", SimpleNamespace(run=asyncio.run, sleep=sleep))
+    args = command.gateway_parser().parse_args(["--worker", "grpc://a:1", "--worker", "b:2", *words])
+    apart.serve_apart(args, ["a:1", "b:2"])
+    return made
+
+
+def test_a_gateway_alone_opens_before_its_workers(monkeypatch, tmp_path):
+    """It asks them until one answers, has its tokenizer from the first or a folder, and takes no for an answer."""
+    lost = ApiError(503, "no worker can be reached", code="worker_lost")
+    words = [
+        "--host",
+        "h",
+        "--port",
+        "5",
+        "--drain",
+        "2",
+        "--max-requests",
+        "3",
+        "--media-processes",
+        "4",
+        "--name",
+        "n",
+    ]
+    found = loaded_apart(monkeypatch, *words, "--allow-media", "a.example", fails=[lost, lost])
+    gateway, workers, options = found.opened
+    assert (found.asked, found.waits, found.loaded) == (3, [1.0, 1.0], "opened") and gateway is found.gateway
+    assert workers == ["worker a:1", "worker b:2"] and options.pop("sources").hosts == {"a.example"}
+    assert options == {"folder": "of worker a:1", "name": "n", "processes": 4}
+    assert (found.address.host, found.address.port, found.address.drain_seconds) == ("h", 5, 2.0)
+    assert gateway.settings.max_requests == 3
+    found = loaded_apart(monkeypatch, "--tokenizer", str(tmp_path))
+    assert found.opened[2]["folder"] == tmp_path and found.opened[2]["name"] is None and not found.waits
+    with pytest.raises(ValueError, match="max_tokens: no"):
+        loaded_apart(monkeypatch, fails=[ApiError(400, "max_tokens: no")])
+
+
 OWN = {"m3jax": "1", "jax": "2", "device": "cpu x"}
 
 
@@ -301,7 +369,6 @@ def test_sizes_that_no_server_has(words, says):
 def test_command_lines_that_are_refused(monkeypatch, capsys, line, says):
     """In one line, before anything is loaded."""
     from m3jax.hosts import run
-    from m3jax.serve import apart
     from m3jax.serve.worker import command as worker_command
 
     loaded = lambda *_: pytest.fail("it was loaded")
@@ -319,7 +386,6 @@ def test_command_lines_that_are_refused(monkeypatch, capsys, line, says):
 
 def test_what_each_part_of_the_command_runs(monkeypatch):
     from m3jax.hosts import run
-    from m3jax.serve import apart
     from m3jax.serve.worker import command as worker_command
 
     done = []
@@ -341,6 +407,30 @@ def test_what_each_part_of_the_command_runs(monkeypatch):
     ):  # fmt: skip
         done.clear()
         assert command.main(line.split()) == 0 and done == expected, line
+
+
+def test_no_part_of_the_command_runs_without_its_extra(monkeypatch, capsys, tmp_path):
+    """Each package of the extra is looked for, before anything is loaded; a gateway and a replay need all of them."""
+    from m3jax.serve.worker import command as worker_command
+
+    (tmp_path / "log").write_text("")
+    for module in (command, worker_command):
+        monkeypatch.setattr(module, "raise_interrupts", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr(worker_command, "raise_interrupts", lambda: None)
+    for lacking in ("starlette", "llguidance"):
+        absent = lambda name, lacking=lacking: None if name == lacking else object()
+        for module in (command, worker_command):
+            monkeypatch.setattr(module, "find_spec", absent)
+        needs = [[], ["gateway", "--worker", "a:1"], ["verify", str(tmp_path / "log")]]
+        for words in needs if lacking == "starlette" else [*needs, ["worker"], ["worker", "--role", "prefill"]]:
+            assert command.main(words) == 2, words
+            out, err = capsys.readouterr()
+            assert (out, err.count("\n")) == ("", 1) and lacking in err and "pip install 'm3jax[serve]'" in err
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = {"grpcio": "grpc", "smg-grpc-proto": "smg_grpc_proto", "prometheus-client": "prometheus_client"}
+    packages = [re.match(r"[\w-]+", each)[0].lower() for each in extra["serve"]]
+    assert sorted(command._NEEDED) == sorted(named.get(name, name) for name in packages)
+    assert set(worker_command._NEEDED) <= set(command._NEEDED)
 
 
 def test_what_each_request_must_have():
