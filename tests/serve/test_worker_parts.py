@@ -1,4 +1,4 @@
-"""The calls of a worker beside an engine that is none: what it says of itself, its load, and which prompts it fetches."""
+"""The calls of a worker beside an engine that is none: what it says of itself, its load, and what it fetches."""
 
 import asyncio
 import time
@@ -97,8 +97,9 @@ def test_the_model_and_the_server_are_described(own, clock):
     )  # fmt: skip
     assert server == pb.GetServerInfoResponse(
         active_requests=1, last_receive_timestamp=1003.0, uptime_seconds=7.0, server_type="vllm-grpc",
-        data_parallel_size=1, block_size=PAGE, model_dtype="float16", max_num_seqs=8, multimodal_encoder_dtype="float32",
-        engine_reasoning_parser="minimax_m3", constrained_decoding_start="after_reasoning",
+        data_parallel_size=1, block_size=PAGE, model_dtype="float16", max_num_seqs=8,
+        multimodal_encoder_dtype="float32", engine_reasoning_parser="minimax_m3",
+        constrained_decoding_start="after_reasoning",
     )  # fmt: skip
 
 
@@ -204,8 +205,9 @@ def test_prompts_of_which_more_than_a_page_is_unknown_are_read_elsewhere(own):
     long = MAX_LENGTH - 2
     cases = [
         # tokens, known, whether they are scored, whether there are pictures, what is known of a prompt that is fetched
-        (40, 16, False, False, 16), (33, 16, False, False, 16), (32, 16, False, False, None), (40, 32, False, False, None),
-        (17, 0, False, False, 0), (16, 0, False, False, None), (40, 32, True, False, 32), (16, 0, True, False, None),
+        (40, 16, False, False, 16), (33, 16, False, False, 16), (32, 16, False, False, None),
+        (40, 32, False, False, None), (17, 0, False, False, 0), (16, 0, False, False, None), (40, 32, True, False, 32),
+        (16, 0, True, False, None),
         (long, 0, True, False, 0), (long + 1, 0, True, False, None), (long + 1, 0, False, False, 0),
         (40, 16, False, True, None),
     ]  # fmt: skip
