@@ -212,6 +212,19 @@ def test_a_stream_over_grpc_that_is_left_is_cancelled():
             else:
                 assert [piece async for piece in pieces] == [1, 2]
             assert call.cancelled == 1
+        waits = []
+
+        async def answer(request, timeout):
+            waits.append(timeout)
+            return request
+
+        async def messages(request, timeout):
+            waits.append(timeout)
+            yield request
+
+        remote._stub = Namespace(GetLoads=answer, GetTokenizer=messages)
+        assert await remote.call("GetLoads", 5) == 5
+        assert [message async for message in remote.stream("GetTokenizer", 6)] == [6] and waits == [10.0, 60.0]
         with pytest.raises(ApiError, match="return_blocks: the worker runs apart"):
             await anext(remote.generate(None, {}))
         with pytest.raises(ApiError, match="return_progress: the worker runs apart"):

@@ -225,6 +225,13 @@ def test_prompts_of_which_more_than_a_page_is_unknown_are_read_elsewhere(own):
     for *case, expected in cases:
         assert of(*case) == expected, case
 
+    def refuse(prompt, params):
+        raise ValueError("max_new_tokens = 0: must be at least 1")
+
+    own.engine.check_request = refuse
+    with pytest.raises(ValueError, match="max_new_tokens = 0"):  # before a prompt is read for it
+        of(40, 16, False, False)
+
 
 def test_how_much_of_a_prompt_is_read(own):
     """Of the first of its continuations, which share it; nothing before the engine has it and after its end."""
