@@ -227,7 +227,7 @@ def answered(handler, *, body=b"{}", is_gone=False, **settings):
     return own, run
 
 
-def test_how_a_request_is_answered(caplog):
+def test_how_a_request_is_answered(monkeypatch, caplog):
     """With JSON, an error of the protocol, or a stream; whatever happens its place is given back, and it is counted.
 
     What nobody foresaw is an error of the server that says nothing of itself, and the log has it all.
@@ -261,9 +261,15 @@ def test_how_a_request_is_answered(caplog):
         assert own.running == 0 and own.figures.requests.labels("/x", str(status))._value.get() == 1, status
         assert ("x-own" in response.headers) == (status not in (499, 500))
     assert "secret" not in response.body.decode() and "a secret" in caplog.text and "/x failed" in caplog.text
-    own, run = answered(Stream("a", is_endless=True))
+    own, run = answered(whole)
+    own.state = "draining"
+    assert asyncio.run(run()).status_code == 503
+    monkeypatch.setattr(http, "_LARGE", 1)  # a thread parses what is larger
+    own, run = answered(Stream("a", is_endless=True), ping_seconds=3.0, deadline_seconds=7.0)
     stream = asyncio.run(run())
     assert isinstance(stream, http.EventStream) and own.running == 1 and stream.headers["x-own"] == "1"
+    assert (stream._pace.ping_seconds, stream._pace.most_seconds) == (3.0, 7.0) and stream._pace.started > 0
+    assert stream._style is http.OPENAI and hasattr(stream._events, "aclose")
     own, run = answered(cancelled)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run())
