@@ -130,7 +130,6 @@ def _pillow_image(image: Any) -> UInt8[np.ndarray, "H W 3"]:
     images = pillow().Image
     check_pixels(image.height, image.width)
     with _one_line():
-        image.load()
         image = pillow().ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey at 255
             image = images.fromarray((np.asarray(image) >> 8).astype(np.uint8))

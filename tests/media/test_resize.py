@@ -80,6 +80,18 @@ def test_no_more_pixels_are_read_than_the_cubic_reaches():
         assert len(bicubic_taps(size, target).weights) <= max(4, np.ceil(4 * size / target)), (size, target)
 
 
+def test_weights_have_as_many_bits_as_16_hold():
+    """Torch's rule: the largest has 15 bits and a sign, and more than 22 bits of a fraction are none's."""
+    for size, target in [(7, 56), (56, 28), (57, 28), (300, 29), (2800, 28), (3500, 28), (5000, 28), (20_000, 28)]:
+        taps = bicubic_taps(size, target)
+        largest = int(taps.weights.max())
+        assert largest < 1 << 15 and (taps.bits == 22 or 2 * largest >= (1 << 15) - 2), (size, target, taps.bits)
+        assert not taps.weights.flags.writeable and not taps.starts.flags.writeable  # they are shared
+        with pytest.raises(ValueError, match="read-only"):
+            taps.weights[0] = 0
+    assert [bicubic_taps(size, 28).bits for size in (5000, 20_000)] == [22, 22]
+
+
 def test_weights_of_one_output_are_one():
     """Integers that were rounded one by one add up to their unit but for half a unit each; a flat image stays flat."""
     for size, target in [(7, 56), (1920, 896), (3000, 3)]:

@@ -124,6 +124,10 @@ def test_a_cap_is_reached_and_not_exceeded():
         sizes = [cap_size(Size(*x), CapRule(cap=56, raise_first=raise_first)) for x in ((56, 28), (1, 56), (57, 57))]
         assert sizes == [(56, 28), (28, 56), (56, 56)]
     assert cap_size(Size(28, 57), CapRule(cap=56)) == (28, 56) and cap_size(Size(57, 28), CapRule(cap=56)) == (56, 28)
+    # SGLang raises an image first, to 364 x 784, and a frame of a video not: 337 * 672 / 777 is 291.5.
+    preset = PRESETS["sglang"]
+    assert target_stages(337, 777, preset.image) == (Size(336, 672),)
+    assert target_stages(337, 777, preset.frame) == (Size(308, 672),)
 
 
 def test_an_image_is_raised_before_it_is_resized_in_one_preset_alone():

@@ -40,6 +40,7 @@ def test_a_text_is_a_path_and_all_else_is_itself():
         ("data:image/png,abcd", "this one is not base64"),
         ("data:image/png;base64", "this one is not base64"),
         ("data:image/png;base64,ab!d", "the data URL is not valid base64"),
+        ("data:image/png;base64,ab!cd", "the data URL is not valid base64"),  # the rest alone would be
         ("data:image/png;base64,abc", "the data URL is not valid base64"),
     ],
 )

@@ -249,6 +249,9 @@ def test_exchanges_of_a_program_by_hand():
 def test_traffic_of_a_program_by_hand():
     """The branch whose call has a product counts; a fusion that writes a row in place reads and writes that alone."""
     found = hlo.count(PROGRAM)
+    all_runs = hlo.count(PROGRAM, heaviest=100).heaviest
+    assert len(all_runs) == 8 and found.heaviest == all_runs[:5] and hlo.count(PROGRAM, 0).heaviest == []
+    assert [run[0] for run in all_runs] == sorted((run[0] for run in all_runs), reverse=True)
     assert found.flops == 2 * 4 * 4 * 8
     branch = 8 * 4 * 2 + (4 * 8 + 8 * 4 + 4 * 4) * 2  # what makes the weights, and the product
     written = 8 * 4 + 4 + 8 * 4  # the row, the place, the row

@@ -127,6 +127,11 @@ def test_the_draft_is_its_file_and_its_keys():
     with_draft, without = (memory(full("h200:1", draft=draft), dict.fromkeys(AXES, 1)) for draft in (M3_DRAFT, None))
     weights = with_draft.draft - 2**22 * 2 * 64 * 128 * 2 - 2**15 * 6144 * 2
     assert without.draft == 0 and weights == 6_527_471_616
+    # Devices of the context axis share the pages and the head, whatever the width of a feature: 6145 is odd.
+    odd = dataclasses.replace(M3_DRAFT, hidden_size=6145)
+    whole = memory(full("h200:1", draft=odd), dict.fromkeys(AXES, 1)).draft
+    shared = 2**22 * 2 * 64 * 128 * 2 + 2**15 * 6145 * 2 + 6145 * odd.vocab_size * 2  # keys and values, edges, head
+    assert whole - memory(full("h200:8", draft=odd), sizes("context=8")).draft == shared * 7 / 8
 
 
 def test_work_divides():

@@ -151,7 +151,9 @@ def test_beginnings_are_forgotten_the_oldest_first(monkeypatch):
     assert [group._pick(prompt).name for prompt in (first, second)] == ["a", "b"]
 
 
-def test_requests_that_run_are_counted_and_a_lost_worker_comes_back(monkeypatch):
+def test_requests_that_run_are_counted_and_a_lost_worker_comes_back(monkeypatch, caplog):
+    """The log says both, once each: whoever runs the server sees for how long a worker was away."""
+    caplog.set_level("WARNING", "m3jax.serve")
     monkeypatch.setattr(workers_module, "_RETRY_SECONDS", 0.01)
 
     async def work():
@@ -181,6 +183,8 @@ def test_requests_that_run_are_counted_and_a_lost_worker_comes_back(monkeypatch)
         await group.close()
 
     asyncio.run(work())
+    said = [record.getMessage() for record in caplog.records if record.name == "m3jax.serve"]
+    assert said == ["worker a was lost: asked again every 0.01 s", "worker a is back"]
 
 
 def test_a_stream_over_grpc_that_is_left_is_cancelled():
@@ -208,6 +212,19 @@ def test_a_stream_over_grpc_that_is_left_is_cancelled():
             else:
                 assert [piece async for piece in pieces] == [1, 2]
             assert call.cancelled == 1
+        waits = []
+
+        async def answer(request, timeout):
+            waits.append(timeout)
+            return request
+
+        async def messages(request, timeout):
+            waits.append(timeout)
+            yield request
+
+        remote._stub = Namespace(GetLoads=answer, GetTokenizer=messages)
+        assert await remote.call("GetLoads", 5) == 5
+        assert [message async for message in remote.stream("GetTokenizer", 6)] == [6] and waits == [10.0, 60.0]
         with pytest.raises(ApiError, match="return_blocks: the worker runs apart"):
             await anext(remote.generate(None, {}))
         with pytest.raises(ApiError, match="return_progress: the worker runs apart"):

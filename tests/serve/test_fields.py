@@ -1,13 +1,14 @@
 """The fields of requests at the ends of their ranges, and the options of the servers' commands."""
 
 import math
+from pathlib import Path
 
 import pytest
 from support.options import wrong_defaults
 
 from m3jax.media import LIMITS
 from m3jax.serve import command
-from m3jax.serve.gateway import chat_completions, loading, prompts, sources, workers
+from m3jax.serve.gateway import chat_completions, completions, gateway, http, loading, prompts, sources, workers
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.fields import (
     Fields,
@@ -24,6 +25,7 @@ from m3jax.serve.gateway.fields import (
     object_schema,
     parsed_body,
 )
+from m3jax.serve.gateway.gateway import Settings
 from m3jax.serve.gateway.prompts import tokens_of
 from m3jax.serve.gateway.sampling import Model, limit_tokens, sampling_fields, sampling_params
 from m3jax.serve.worker import command as worker_command
@@ -222,4 +224,17 @@ def test_limits_of_the_servers():
     assert sources.MOST_BYTES == {"image": 30 << 20, "video": 50 << 20} and LIMITS.video_bytes == 50 << 20
     assert (sources._MOST_URL_BYTES["video"], sources._MOST_REDIRECTS, loading._MOST_BYTES) == (250 << 20, 3, 256 << 20)
     assert (chat_completions.MOST_TOKENS, worker.MAX_REQUESTS) == (1 << 24, 1024)
-    assert (workers._MOST_BLOCKS, workers._MOST_AHEAD) == (65_536, 8)
+    assert (workers._MOST_BLOCKS, workers._MOST_AHEAD, workers._BLOCK) == (65_536, 8, 64)
+    assert (completions._AT_ONCE, completions.NEW_TOKENS, Settings().most_prompts) == (32, 16, 1024)
+
+
+def test_times_of_the_servers():
+    """In seconds: what clients meet is in docs/serving.md, the others are how long another process may be silent."""
+    assert (http._BODY_SECONDS, Settings().ping_seconds, sources._SECONDS) == (60.0, 10.0, 20.0)
+    assert (gateway._PROGRESS_SECONDS, workers._RETRY_SECONDS, worker_command._PREFILL_SECONDS) == (0.25, 2.0, 600.0)
+    documented = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text(encoding="utf-8")
+    assert "a ping every 10 seconds" in documented and "a body took more than 60 seconds" in documented
+    # How hard a client wants the model to think, in OpenAI's words and their order.
+    words = "none, minimal, low, medium, high, xhigh, max"
+    assert gateway.THINKING_FIELDS["reasoning_effort"].about.startswith(f"{words}; ")
+    assert gateway.THINKING_MODES == ("adaptive", "enabled", "disabled")

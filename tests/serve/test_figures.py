@@ -1,5 +1,7 @@
 """The gateway's metrics: what is counted of a request, in which bucket a time falls, what Prometheus reads."""
 
+import itertools
+
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
@@ -81,8 +83,12 @@ def test_buckets_of_times_between_tokens(monkeypatch):
 
 
 def test_buckets_go_from_a_frame_to_minutes():
-    for bounds in (figures_module._SECONDS, figures_module._TOKEN_SECONDS):
-        assert list(bounds) == sorted(set(bounds)) and bounds[0] > 0 and len(bounds) >= 8
+    """Of two to five times the one before; round numbers, of a decade up to a second and of minutes beyond."""
+    for bounds, ends in ((figures_module._SECONDS, (0.005, 300)), (figures_module._TOKEN_SECONDS, (0.001, 1))):
+        assert (bounds[0], bounds[-1]) == ends
+        assert all(2 <= after / before <= 5 for before, after in itertools.pairwise(bounds))
+        assert {f"{bound:e}".split("e")[0].rstrip("0.") for bound in bounds if bound < 15} <= {"1", "2.5", "5"}
+        assert all(bound % 30 == 0 for bound in bounds if bound >= 15)
 
 
 def test_loads_of_workers():

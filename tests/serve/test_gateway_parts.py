@@ -206,6 +206,98 @@ def test_no_more_of_a_body_is_held_than_may_be(pieces, announced, is_taken):
         assert (caught.value.status, caught.value.code) == (413, "request_too_large")
 
 
+def answered(handler, *, body=b"{}", is_gone=False, **settings):
+    """The response to a request, by the handler of its endpoint, and the gateway; the client may be gone by then."""
+    own = gateway(**settings)
+    own.workers, own.headers = SimpleNamespace(is_up=True), {"X-Own": "1"}
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if left:
+            return left.pop()
+        if not is_gone:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def run():
+        request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+        endpoint = http.Endpoint("/x", handler, lambda model: {}, http.OPENAI)
+        return await asyncio.wait_for(http._answered(own, endpoint, request), 10)
+
+    return own, run
+
+
+def test_how_a_request_is_answered(monkeypatch, caplog):
+    """With JSON, an error of the protocol, or a stream; whatever happens its place is given back, and it is counted.
+
+    What nobody foresaw is an error of the server that says nothing of itself, and the log has it all.
+    """
+
+    async def whole(*_):
+        return {"a": 1}
+
+    async def refused(*_):
+        raise ApiError(400, "no", "n")
+
+    async def broken(*_):
+        raise RuntimeError("a secret")
+
+    async def slow(*_):
+        await asyncio.Event().wait()
+
+    async def cancelled(*_):
+        raise asyncio.CancelledError
+
+    for handler, more, status, part in (
+        (whole, {}, 200, '{"a":1}'), (refused, {}, 400, '"param":"n"'), (whole, {"body": b"["}, 400, "not valid JSON"),
+        (whole, {"body": b'{"k": 1}'}, 400, "unknown field"), (whole, {"max_requests": 0}, 429, "0 requests are"),
+        (whole, {"body": b"{}   ", "max_body_bytes": 4}, 413, "larger than 4 bytes"),
+        (whole, {"api_key": "k"}, 401, "no valid API key"), (slow, {"deadline_seconds": 0.01}, 504, "more than 0.01"),
+        (slow, {"is_gone": True}, 499, ""), (broken, {}, 500, "the server failed on this request; its log says why"),
+    ):  # fmt: skip
+        own, run = answered(handler, **more)
+        response = asyncio.run(run())
+        assert response.status_code == status and part in response.body.decode(), (handler, more)
+        assert own.running == 0 and own.figures.requests.labels("/x", str(status))._value.get() == 1, status
+        assert ("x-own" in response.headers) == (status not in (499, 500))
+    assert "secret" not in response.body.decode() and "a secret" in caplog.text and "/x failed" in caplog.text
+    own, run = answered(whole)
+    own.state = "draining"
+    assert asyncio.run(run()).status_code == 503
+    monkeypatch.setattr(http, "_LARGE", 1)  # a thread parses what is larger
+    own, run = answered(Stream("a", is_endless=True), ping_seconds=3.0, deadline_seconds=7.0)
+    stream = asyncio.run(run())
+    assert isinstance(stream, http.EventStream) and own.running == 1 and stream.headers["x-own"] == "1"
+    assert (stream._pace.ping_seconds, stream._pace.most_seconds) == (3.0, 7.0) and stream._pace.started > 0
+    assert stream._style is http.OPENAI and hasattr(stream._events, "aclose")
+    own, run = answered(cancelled)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+    assert own.running == 0 and own.figures.requests.labels("/x", "499")._value.get() == 1
+
+
+def test_a_stream_that_breaks_ends_with_an_error(caplog):
+    """What was refused says why; of anything else only the log does."""
+    for error, part in (
+        (ApiError(503, "gone", code="worker_lost"), '"gone"'), (RuntimeError("a secret"), "its log says why"),
+    ):  # fmt: skip
+        sent, left = [], []
+
+        async def send(message, sent=sent):
+            sent.append(message)
+
+        async def run(error=error, left=left, send=send):
+            stream, loop = Stream("a", error), asyncio.get_running_loop()
+            pace = http.Pace(10.0, math.inf, loop.time())
+            await http.EventStream(stream.run(), http.OPENAI, pace, {}, left.append)({}, loop.create_future, send)
+
+        asyncio.run(run())
+        bodies = [message["body"].decode() for message in sent[1:]]
+        assert bodies[0] == "a" and part in bodies[1] and "secret" not in bodies[1] and bodies[2:] == [""]
+        assert left == ["200"] and [message.get("more_body") for message in sent[1:]] == [True, True, False]
+    assert "a stream failed" in caplog.text and "a secret" in caplog.text
+
+
 # The process
 
 

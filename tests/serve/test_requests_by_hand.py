@@ -1,24 +1,42 @@
 """What a request asks for, field by field and without a server: constraints, formats, and the replay of a log."""
 
+import asyncio
 import hashlib
 import io
 import json
+import re
 import shlex
+import tomllib
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import jsonschema
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
+from support.embedded import TOKENIZER
 
-from m3jax.serve import command, together
+from m3jax.serve import apart, command, together
 from m3jax.serve.gateway.app import ENDPOINTS
+from m3jax.serve.gateway.chat_completions import includes_usage, tool_choice
 from m3jax.serve.gateway.errors import ApiError
-from m3jax.serve.gateway.fields import Fields, object_schema
+from m3jax.serve.gateway.fields import Fields, FixedField, IntegerField, ListField, TextField, object_schema
+from m3jax.serve.gateway.gateway import thinking_mode
+from m3jax.serve.gateway.http import OPENAI
 from m3jax.serve.gateway.messages import fields_of_messages
-from m3jax.serve.gateway.sampling import CONSTRAINT_FIELDS, Model, check_constraints, response_format, set_constraints
+from m3jax.serve.gateway.prompts import tokens_of
+from m3jax.serve.gateway.sampling import (
+    CONSTRAINT_FIELDS,
+    Model,
+    check_constraints,
+    response_format,
+    sampling_fields,
+    sampling_params,
+    set_constraints,
+)
 from m3jax.serve.worker.tokenizer_files import PIECE_BYTES, pieces, tokenizer_archive
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("unchecked")  # what JSON gives is no annotation's
 MODEL = Model("m", 100, 50, (1,), can_see=False, block_size=8, defaults={})
 SCHEMA = {"type": "object"}
@@ -200,6 +218,70 @@ def test_a_command_line_is_served_as_it_says(monkeypatch, tmp_path):
     assert found.gateway.journal._file.closed
 
 
+# A gateway alone
+
+
+def loaded_apart(monkeypatch, *words, fails=()):
+    """What a gateway alone is opened with, where opening it fails first so often, and what it waited in between."""
+    made, fails = SimpleNamespace(waits=[]), list(fails)
+
+    async def tokenizer_folder(worker, into):
+        assert into.is_dir()
+        return f"of {worker}"
+
+    async def open_gateway(gateway, workers, **options):
+        made.asked = getattr(made, "asked", 0) + 1
+        if fails:
+            raise fails.pop(0)
+        made.opened = (gateway, workers, options)
+        return "opened"
+
+    async def serve(gateway, address, load):
+        made.gateway, made.address, made.loaded = gateway, address, await load(gateway)
+
+    async def sleep(seconds):
+        made.waits.append(seconds)
+
+    monkeypatch.setattr(apart, "RemoteWorker", lambda address: f"worker {address}")
+    monkeypatch.setattr(apart, "tokenizer_folder", tokenizer_folder)
+    monkeypatch.setattr(apart, "open_gateway", open_gateway)
+    monkeypatch.setattr(apart, "serve", serve)
+    monkeypatch.setattr(apart, "asyncio", SimpleNamespace(run=asyncio.run, sleep=sleep))
+    args = command.gateway_parser().parse_args(["--worker", "grpc://a:1", "--worker", "b:2", *words])
+    apart.serve_apart(args, ["a:1", "b:2"])
+    return made
+
+
+def test_a_gateway_alone_opens_before_its_workers(monkeypatch, tmp_path):
+    """It asks them until one answers, has its tokenizer from the first or a folder, and takes no for an answer."""
+    lost = ApiError(503, "no worker can be reached", code="worker_lost")
+    words = [
+        "--host",
+        "h",
+        "--port",
+        "5",
+        "--drain",
+        "2",
+        "--max-requests",
+        "3",
+        "--media-processes",
+        "4",
+        "--name",
+        "n",
+    ]
+    found = loaded_apart(monkeypatch, *words, "--allow-media", "a.example", fails=[lost, lost])
+    gateway, workers, options = found.opened
+    assert (found.asked, found.waits, found.loaded) == (3, [1.0, 1.0], "opened") and gateway is found.gateway
+    assert workers == ["worker a:1", "worker b:2"] and options.pop("sources").hosts == {"a.example"}
+    assert options == {"folder": "of worker a:1", "name": "n", "processes": 4}
+    assert (found.address.host, found.address.port, found.address.drain_seconds) == ("h", 5, 2.0)
+    assert gateway.settings.max_requests == 3
+    found = loaded_apart(monkeypatch, "--tokenizer", str(tmp_path))
+    assert found.opened[2]["folder"] == tmp_path and found.opened[2]["name"] is None and not found.waits
+    with pytest.raises(ValueError, match="max_tokens: no"):
+        loaded_apart(monkeypatch, fails=[ApiError(400, "max_tokens: no")])
+
+
 OWN = {"m3jax": "1", "jax": "2", "device": "cpu x"}
 
 
@@ -301,7 +383,6 @@ def test_sizes_that_no_server_has(words, says):
 def test_command_lines_that_are_refused(monkeypatch, capsys, line, says):
     """In one line, before anything is loaded."""
     from m3jax.hosts import run
-    from m3jax.serve import apart
     from m3jax.serve.worker import command as worker_command
 
     loaded = lambda *_: pytest.fail("it was loaded")
@@ -319,7 +400,6 @@ def test_command_lines_that_are_refused(monkeypatch, capsys, line, says):
 
 def test_what_each_part_of_the_command_runs(monkeypatch):
     from m3jax.hosts import run
-    from m3jax.serve import apart
     from m3jax.serve.worker import command as worker_command
 
     done = []
@@ -341,6 +421,112 @@ def test_what_each_part_of_the_command_runs(monkeypatch):
     ):  # fmt: skip
         done.clear()
         assert command.main(line.split()) == 0 and done == expected, line
+
+
+def test_the_ranges_of_whole_numbers():
+    """Each protocol's own; those of sampling, which all have, are in test_fields.py. A conversation is not empty."""
+    of_sampling = sampling_fields(MODEL).keys()
+    own = lambda table: [(name, field) for name, field in table.items() if name not in of_sampling]
+    ranges, fewest = {}, {}
+    for endpoint in ENDPOINTS:
+        fields = own(endpoint.table(MODEL))
+        ranges[endpoint.path] = {
+            name: (field.default, field.least, field.most) for name, field in fields if isinstance(field, IntegerField)
+        }
+        fewest[endpoint.path] = {name: field.least for name, field in fields if isinstance(field, ListField)}
+    limit = (None, 1, 1 << 24)
+    assert ranges == {
+        "/v1/chat/completions": dict(max_completion_tokens=limit, max_tokens=limit, top_logprobs=(None, 0, 20)),
+        "/v1/completions": dict(max_tokens=(16, 0, 1 << 24), logprobs=(None, 0, 20), best_of=(None, 1, 128)),
+        "/v1/messages": dict(max_tokens=limit), "/v1/messages/count_tokens": dict(max_tokens=limit),
+        "/v1/responses": dict(max_output_tokens=limit), "/tokenize": {}, "/detokenize": {},
+    }  # fmt: skip
+    assert fewest == {
+        "/v1/chat/completions": dict(messages=1, tools=0), "/v1/completions": {}, "/v1/responses": dict(tools=0),
+        "/v1/messages": dict(messages=1, tools=0), "/v1/messages/count_tokens": dict(messages=1, tools=0),
+        "/tokenize": dict(messages=0, tools=0), "/detokenize": dict(tokens=0),
+    }  # fmt: skip
+
+
+# Of a field: values that are taken, and values that are not. The reader is where what stands inside is checked.
+INSIDE = {
+    "prompt": (
+        lambda fields: tokens_of(TOKENIZER, fields["prompt"], "prompt", 50, 100),
+        ["a", [0], [49], [[49], "a"], ["a", "b"]], ["", [], [50], [-1], [[]], ["a", ""], [[1], [50]], [["a"]], [True]],
+    ),
+    "tokens": (
+        lambda fields: tokens_of(TOKENIZER, [fields["tokens"]], "tokens", 50, 100), [[0, 49]], [[50], [-1], ["a"]],
+    ),
+    "stop_token_ids": (lambda fields: sampling_params(fields, MODEL), [[], [0, 49]], [[50], [-1], ["a"], [1.5]]),
+    "logit_bias": (
+        lambda fields: sampling_params(fields, MODEL), [{}, {"7": -100}, {"7": 100}, {"7": 0.5}],
+        [{"7": -100.5}, {"7": 100.5}, {"7": "1"}, {"7": None}],
+    ),
+    "stream_options": (
+        includes_usage,
+        [{}, {"include_usage": True}, {"include_usage": False, "include_obfuscation": True}],
+        [{"include_usage": 1}, {"include_obfuscation": None}, {"other": True}],
+    ),
+    "chat_template_kwargs": (
+        lambda fields: thinking_mode(fields, "adaptive"),
+        [{}, {"thinking_mode": "enabled"}, {"enable_thinking": False}, {"thinking_mode": "adaptive"}],
+        [{"thinking_mode": "on"}, {"enable_thinking": 1}, {"thinking_mode": None}, {"tools": []}],
+    ),
+    "thinking": (
+        lambda fields: thinking_mode(fields, "adaptive"), [{"type": "disabled"}, {"type": "enabled", "more": 1}],
+        [{}, {"type": "on"}, {"type": None}],
+    ),
+    "tool_choice": (
+        tool_choice, ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}],
+        ["any", "", {"type": "tool", "name": "f"}, {"function": {"name": "f"}}, 1, []],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_stands_inside_a_field_is_read_as_it_is_described(name):
+    """The document and OpenAI's readers take the same values, at the ends of what they take and beyond them."""
+    reader, taken, refused = INSIDE[name]
+    tables = [endpoint.table(MODEL) for endpoint in ENDPOINTS if endpoint.style is OPENAI]
+    tables = [table for table in tables if name in table and not isinstance(table[name], FixedField | TextField)]
+    others = {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "input": "a", "tokens": [1]}
+    for table in tables:
+        described = jsonschema.Draft202012Validator(object_schema(table)["properties"][name])
+        stream = {"stream": True} if name == "stream_options" else {}
+        base = {other: value for other, value in others.items() if other in table and table[other].is_required}
+        for value in taken:
+            assert described.is_valid(value), value
+            reader(Fields({**base, **stream, name: value}, table))
+        for value in refused:
+            assert not described.is_valid(value), value
+            with pytest.raises(ApiError) as caught:
+                reader(Fields({**base, **stream, name: value}, table))
+            assert caught.value.status == 400
+    assert tables
+
+
+def test_no_part_of_the_command_runs_without_its_extra(monkeypatch, capsys, tmp_path):
+    """Each package of the extra is looked for, before anything is loaded; a gateway and a replay need all of them."""
+    from m3jax.serve.worker import command as worker_command
+
+    (tmp_path / "log").write_text("")
+    for module in (command, worker_command):
+        monkeypatch.setattr(module, "raise_interrupts", lambda: pytest.fail("it went on"))
+    monkeypatch.setattr(worker_command, "raise_interrupts", lambda: None)
+    for lacking in ("starlette", "llguidance"):
+        absent = lambda name, lacking=lacking: None if name == lacking else object()
+        for module in (command, worker_command):
+            monkeypatch.setattr(module, "find_spec", absent)
+        needs = [[], ["gateway", "--worker", "a:1"], ["verify", str(tmp_path / "log")]]
+        for words in needs if lacking == "starlette" else [*needs, ["worker"], ["worker", "--role", "prefill"]]:
+            assert command.main(words) == 2, words
+            out, err = capsys.readouterr()
+            assert (out, err.count("\n")) == ("", 1) and lacking in err and "pip install 'm3jax[serve]'" in err
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = {"grpcio": "grpc", "smg-grpc-proto": "smg_grpc_proto", "prometheus-client": "prometheus_client"}
+    packages = [re.match(r"[\w-]+", each)[0].lower() for each in extra["serve"]]
+    assert sorted(command._NEEDED) == sorted(named.get(name, name) for name in packages)
+    assert set(worker_command._NEEDED) <= set(command._NEEDED)
 
 
 def test_what_each_request_must_have():

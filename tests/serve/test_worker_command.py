@@ -1,6 +1,7 @@
 """`python -m m3jax.serve worker`, from its start to SIGTERM."""
 
 import asyncio
+import math
 import re
 import signal
 import subprocess
@@ -81,7 +82,7 @@ def test_on_a_cpu_fewer_requests_decode_in_smaller_calls(monkeypatch):
         """An engine that is not made."""
 
         def __init__(self, model, **knobs):
-            self.sizes = knobs.get("decode_rows", ())
+            self.sizes, self.asked_pages = knobs.get("decode_rows", ()), knobs["pages"]
 
     lm = text_model()
     monkeypatch.setattr(worker, "Engine", Asked)
@@ -92,6 +93,15 @@ def test_on_a_cpu_fewer_requests_decode_in_smaller_calls(monkeypatch):
     assert made(invariant=True) == ()
     monkeypatch.setattr(worker, "platform", lambda: "gpu")
     assert made() == ()
+    # A pool has the pages of so many requests of the model's context, and no more than 4096 unless it is told.
+    config = lm.model.config
+    pages = math.ceil(config.max_position_embeddings / config.index_block_size)
+    assert 1 < pages < 4096 < 4096 * pages
+    pool = lambda **options: worker.engine_from_pretrained(**options)[0].asked_pages
+    expected = {1: pages, 2: min(4096, 2 * pages), 8: min(4096, 8 * pages), 4096: 4096}
+    assert (
+        {size: pool(max_batch=size) for size in expected} == expected and pool() == expected[8] and pool(pages=5) == 5
+    )
 
 
 @pytest.mark.parametrize("is_sized", [False, True])

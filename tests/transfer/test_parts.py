@@ -464,6 +464,18 @@ def test_a_sum_of_weights_changes_with_every_bit_and_place():
         assert len({weights_sum([jnp.asarray(each)]) for each in wide}) == 4
 
 
+def test_a_sum_of_weights_changes_with_every_bit_of_every_one():
+    """Modulo 2^32 the highest bit, a number's sign, counts only if its place is odd."""
+    bits = np.random.default_rng(0).integers(0, 2**32, (3, 4), np.uint32)
+    sum_of = lambda bits: weights_sum([jnp.ones(2, jnp.bfloat16), jnp.asarray(bits.view(np.float32))])
+    before = sum_of(bits)
+    for place in np.ndindex(3, 4):
+        for bit in (0, 16, 31):
+            flipped = bits.copy()
+            flipped[place] ^= np.uint32(1 << bit)
+            assert sum_of(flipped) != before, (place, bit)
+
+
 # Who decodes
 
 
@@ -553,7 +565,7 @@ def test_pages_over_grpc(reading, engine, monkeypatch):
     assert frame.arrays["prompt"].tolist() == list(range(11)) and frame.arrays["prompt"].dtype == np.int64
     assert found.snapshot == Snapshot(tuple(range(12)), (), (), params, 11, found.snapshot.pages, IDENTITY)
     assert (found.cached_tokens, found.left_out, found.address) == (1, 4, f"127.0.0.1:{port}")
-    assert found.snapshot.prompt_logprobs == ()
+    assert found.snapshot.prompt_logprobs == () and 0 < found.seconds < 60
     scored = replace(params, prompt_logprobs=1)
     assert fetching.fetch(range(12), scored).snapshot.prompt_logprobs == tuple(scores_of(range(1, 12)))
     assert asked.pop(1)[0].fields == {"left_out": 0, "next_token": 11, "prompt_logprobs": 1}

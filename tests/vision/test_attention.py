@@ -157,7 +157,7 @@ def test_usual_batches_are_one_turn():
         ("tpu", "bfloat16", 80, "it needs a GPU, and JAX runs on a TPU"),
     ],
 )  # fmt: skip
-def test_cudnn_is_taken_where_it_can_run(monkeypatch, on, dtype, head_dim, takes):
+def test_cudnn_is_taken_where_it_can_run(monkeypatch, unchecked, on, dtype, head_dim, takes):
     """On a GPU in 16 bits "auto" is cuDNN's rows; elsewhere tiles, and who asks for cuDNN is told why not."""
     platform, *capability = on.split()
     card = SimpleNamespace(compute_capability=capability[0]) if capability else object()
@@ -171,6 +171,7 @@ def test_cudnn_is_taken_where_it_can_run(monkeypatch, on, dtype, head_dim, takes
     run = lambda backend: schedules.schedule_of(of, operand.dtype, head_dim, backend)(q, k, v)
     tiled = ("tiles", id(q), id(k), id(v), id(of))
     assert run("xla") == tiled and run("definition") == ("definition", id(q), id(k), id(v))
+    assert attend_segments(q, k, v, of) == run("auto")
     if takes == "rows":
         assert run("auto") == run("cudnn") == ("rows", *tiled[1:], "cudnn")
     else:

@@ -37,8 +37,14 @@ from m3jax.serve.gateway.sampling import CONSTRAINT_FIELDS, Model, sampling_fiel
 from m3jax.text import Event, Tokenizer
 
 MOST_TOKENS = 1 << 24  # that a client may ask for; more than there is room for is cut
-_UNREAD = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user", "verbosity")
-UNREAD_FIELDS: Mapping[str, RequestField] = {name: UnreadField() for name in _UNREAD}
+UNREAD_FIELDS: Mapping[str, RequestField] = {
+    "metadata": UnreadField(),
+    "prompt_cache_key": UnreadField(),
+    "prompt_cache_retention": UnreadField(),
+    "safety_identifier": UnreadField(),
+    "user": UnreadField(),
+    "verbosity": UnreadField(),
+}
 
 
 def fields_of_chat(model: Model) -> dict[str, RequestField]:
@@ -66,7 +72,8 @@ def fields_of_chat(model: Model) -> dict[str, RequestField]:
             allowed=(True,), about="reasoning is always apart, in reasoning_content: leave it out"
         ),
         "skip_special_tokens": FlagField(about="marks are parsed in any case"),
-        **{name: FixedField(about=_REPLACED) for name in ("functions", "function_call")},
+        "functions": FixedField(about=_REPLACED),
+        "function_call": FixedField(about=_REPLACED),
         **UNREAD_FIELDS,
     }
 
