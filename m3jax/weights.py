@@ -64,7 +64,7 @@ class DividedWeight:
       weight: the matrix, or the stack that a kernel reads it in.
       partition: the mesh axis that divides each axis `[*inputs *outputs]`, or None.
       mesh: where it lies.
-      least_tokens: tokens of a call from which they are divided too (`m3jax.parallel.token_axes`); never at `math.inf`.
+      least_tokens: tokens of a call from which they are divided too (`m3jax.parallel.token_axes`).
       is_ordered: whether parts of a sum are added in the order of the devices (`m3jax.numerics.sum_over_devices`); only
         where tokens are never divided.
     """
@@ -72,7 +72,7 @@ class DividedWeight:
     weight: Any
     partition: tuple[str | None, ...]
     mesh: Any
-    least_tokens: float
+    least_tokens: int
     is_ordered: bool = False
 
     @property

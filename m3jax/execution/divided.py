@@ -6,10 +6,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax import ops
 from m3jax.execution import plain
@@ -41,11 +40,11 @@ MATRIX_AXES = {
 }  # fmt: skip
 
 
-def divided_layer(layer: nnx.Module, mesh: Mesh, least_tokens: float, is_ordered: bool = False) -> nnx.Module:
+def divided_layer(layer: PyTree, mesh: Mesh, least_tokens: int, is_ordered: bool = False) -> PyTree:
     """Return a layer whose matrices say how they lie on a mesh; experts are left as they are.
 
     Args:
-      layer: with the parameters of one layer.
+      layer: a module with the parameters of one layer.
       mesh: the devices that hold them.
       least_tokens, is_ordered: as of `m3jax.weights.DividedWeight`.
     """

@@ -1,17 +1,33 @@
 """The invariant mode over a mesh: tiles of tokens, of which each device computes its part, added up in one order."""
 
-import math
+import sys
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
 from m3jax.execution.divided import divided_layer
 from m3jax.execution.tiled import Tiled
 from m3jax.numerics import einsum, sum_over_devices
 from m3jax.parallel import spec
 from m3jax.tiles import by_tiles
+
+
+def with_even_columns(
+    expert_ids: Int[Array, "X A"], weights: Float[Array, "X A"], num_devices: int
+) -> tuple[Int[Array, "X _"], Float[Array, "X _"]]:
+    """Return choices with columns of -1, no expert, and weight 0 behind them, so that devices divide the columns.
+
+    Each device then gets the same columns of every token, wherever in the call the token stands.
+
+    Args:
+      expert_ids, weights: of each token.
+      num_devices: those among which a token's experts are divided.
+    """
+    unused = ((0, 0), (0, -expert_ids.shape[1] % num_devices))
+    return jnp.pad(expert_ids, unused, constant_values=-1), jnp.pad(weights, unused)
 
 
 class TiledOverMesh(Tiled):
@@ -29,15 +45,12 @@ class TiledOverMesh(Tiled):
 
     def prepared(self, layer):
         """Return the layer with matrices that say how they lie on the mesh: every device multiplies all tokens."""
-        return divided_layer(layer, self.compute.mesh, least_tokens=math.inf, is_ordered=True)
+        return divided_layer(layer, self.compute.mesh, least_tokens=sys.maxsize, is_ordered=True)
 
     def experts(self, x, expert_ids, weights, matrices, activate, shared, scale):
         """Return the sum of each token's experts; each device of the context axis has the same share of every token."""
-        # Columns that are no expert, until those devices divide the columns: they get the same ones of every token,
-        # wherever in the call the token stands.
-        unused = ((0, 0), (0, -expert_ids.shape[1] % self.compute.mesh.shape["context"]))
-        expert_ids, weights = jnp.pad(expert_ids, unused, constant_values=-1), jnp.pad(weights, unused)
-        return super().experts(x, expert_ids, weights, matrices, activate, shared, scale)
+        choices = with_even_columns(expert_ids, weights, self.compute.mesh.shape["context"])
+        return super().experts(x, *choices, matrices, activate, shared, scale)
 
     def unembed(self, hidden, head):
         """Return logits on every device, tile by tile: each multiplies its part of the vocabulary."""

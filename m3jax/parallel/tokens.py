@@ -66,7 +66,7 @@ class TokenAxes:
         return jax.lax.psum(x, TENSOR)
 
 
-def token_axes(shape: tuple[int, ...], mesh: Mesh, least: float) -> TokenAxes:
+def token_axes(shape: tuple[int, ...], mesh: Mesh, least: int) -> TokenAxes:
     """Return how a mesh divides tokens.
 
     An axis that does not divide their number is left out: its devices compute the same tokens. Of a batch of rows that
@@ -75,8 +75,8 @@ def token_axes(shape: tuple[int, ...], mesh: Mesh, least: float) -> TokenAxes:
     Args:
       shape: of the tokens: (X,) or (B, T).
       mesh: with the axes of `make_mesh`.
-      least: tokens of a call from which they are divided; `math.inf` for never. What a product with fewer takes is the
-        time to read its matrix, which every device does.
+      least: tokens of a call from which they are divided. What a product with fewer takes is the time to read its
+        matrix, which every device does.
     """
     dim = 1 if len(shape) == 2 and shape[0] == 1 else 0
     products, parts, is_scattered = [], 1, False

@@ -31,7 +31,7 @@ from m3jax.execution.fast import Fast
 from m3jax.execution.keep import KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual
 from m3jax.execution.named import EditedValues, Inside, Values, apply_edit
 from m3jax.execution.ordered import kernels_order
-from m3jax.execution.tiled import Tiled
+from m3jax.execution.tiled_over_mesh import with_even_columns
 from m3jax.model import abstract
 from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous
 from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
@@ -679,14 +679,12 @@ def test_embedding_and_head_on_a_mesh_are_those_of_one_device(sizes):
         assert logits.sharding.is_fully_replicated or batch == 16  # drawing one of few exchanges nothing more
 
 
-@pytest.mark.usefixtures("eight_devices")
 def test_choices_have_as_many_columns_as_devices_divide():
     """In the invariant mode: columns of no expert, with weight 0, behind the others."""
-    how = Tiled(Compute(mesh=make_mesh(context=2), invariant=True), True)
     ids, given = jnp.arange(6, dtype=jnp.int32).reshape(2, 3), jnp.ones((2, 3))
-    padded_ids, padded = how.before_mesh(ids, given)
+    padded_ids, padded = with_even_columns(ids, given, 2)
     assert padded_ids.tolist() == [[0, 1, 2, -1], [3, 4, 5, -1]] and padded.tolist() == [[1, 1, 1, 0]] * 2
-    assert how.before_mesh(ids[:, :2], given[:, :2])[0].tolist() == [[0, 1], [3, 4]]
+    assert with_even_columns(ids[:, :2], given[:, :2], 2)[0].tolist() == [[0, 1], [3, 4]]
 
 
 @pytest.mark.parametrize(
