@@ -67,5 +67,5 @@ class TiledOverMesh(Tiled):
         return self._whole(logits.reshape(*hidden.shape[:-1], -1))
 
     def _whole(self, arrays):
-        """Return arrays that every device has: how the compiler divides what reads them says nothing of them."""
+        """Return arrays with all of each on every device, however the compiler divides what reads them."""
         return jax.lax.with_sharding_constraint(arrays, NamedSharding(self.compute.mesh, P()))
