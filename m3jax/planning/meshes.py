@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from m3jax.mxfp8 import BLOCK
-from m3jax.parallel import AXES
+from m3jax.parallel import AXES, parse_axes
 from m3jax.planning import arithmetic, images
 from m3jax.planning.arithmetic import Memory, Work
 from m3jax.planning.job import Job
@@ -80,14 +80,12 @@ def parse_sizes(text: str, job: Job) -> dict[str, int]:
     """Parse the sizes of a mesh, written as in "context=4,expert=4,tensor=4"; axes left out have size 1.
 
     Raises:
-      ValueError: an unknown axis, or sizes that do not divide the slice or the model, with the nearest that do.
+      ValueError: text that `m3jax.parallel.parse_axes` refuses, or sizes that do not divide the slice or the model,
+        with the nearest that do.
     """
-    sizes = dict.fromkeys(AXES, 1)
-    for part in filter(None, text.replace(" ", "").split(",")):
-        name, _, size = part.partition("=")
-        if name not in AXES or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"--mesh {text!r}: write axis=size pairs of {', '.join(AXES)}, as in expert=8,tensor=4")
-        sizes[name] = int(size)
+    sizes = dict.fromkeys(AXES, 1) | parse_axes(text)
+    if min(sizes.values()) < 1:
+        raise ValueError(f"mesh {text!r}: give sizes of at least 1")
     allowed = list(divisions(job))
     if sizes in allowed:
         return sizes

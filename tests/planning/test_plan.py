@@ -312,6 +312,8 @@ def test_candidates_are_all_meshes_and_the_first_is_the_fastest_that_fits():
         ("--topology h200:6 --mesh data=2,expert=3", "expert = 3 does not divide 128 experts; the nearest valid is"),
         ("--topology h200:8 --mesh data=8", "data = 8 does not divide 1 rows; the nearest valid is"),
         ("--topology h200:8 --mesh rows=8", "write axis=size pairs of data, context, expert, tensor"),
+        ("--topology h200:8 --mesh tensor=8,tensor=4", "write axis=size pairs of data, context, expert, tensor"),
+        ("--topology h200:8 --mesh tensor=0", "mesh 'tensor=0': give sizes of at least 1"),
         ("--topology h200:8 --model nowhere", "no such model folder: nowhere"),
         ("--topology h200:8 --compile", "--compile: h200:8 is no TPU"),
         ("--topology h200:8 --images -1", "--images -1: must be 1 to 4096"),
