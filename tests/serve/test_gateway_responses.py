@@ -39,7 +39,8 @@ def test_events_of_an_item_name_its_place():
     """All that is told of an item between `added` and `done` has its id and its place; its only part is part 0."""
     items = _Items()
     told = [Event("reasoning", "a"), Event("content", "b"), Event("content", "c"), Event("reasoning", "d")]
-    told += [Event("tool_call", id="call_1", name="f"), Event("arguments", "{"), Event("arguments", "}"), Event("tool_call_end")]
+    told += [Event("tool_call", id="call_1", name="f"), Event("arguments", "{"), Event("arguments", "}")]
+    told += [Event("tool_call_end")]
     lines = [line for event in told for line in items.events(event)]
     events = [json.loads(line.partition("data: ")[2]) for line in lines]
     place, ids, kinds = -1, {}, []
