@@ -342,9 +342,13 @@ def test_a_row_is_edited_by_each_knob_that_acts_before_the_temperature(knobs, is
 
 
 def test_arrays_of_samplers_and_drafters_are_arguments():
-    """What a program is compiled for is static, by default a drafter proposes its most probable tokens."""
+    """What a program is compiled for is static, by default a drafter proposes its most probable tokens.
+
+    Of a prompt a draft model reads the piece of a call; to look up what repeats takes all of it.
+    """
     assert_settings_are_static(decoding)
-    assert not Eagle3Drafter(drafts.draft()).sample
+    drafter = Eagle3Drafter(drafts.draft())
+    assert not drafter.sample and not drafter.reads_tokens and PromptLookup().reads_tokens
     assert (PromptLookup().longest, PromptLookup().shortest, MAX_DRAFT_TOKENS) == (4, 1, 8)
 
 
