@@ -455,6 +455,65 @@ def test_pages_travel_in_groups_of_one_size():
     assert runners._padded_groups([]) == [] and [len(x) for x in runners._padded_groups([1] * PAGES_A_CALL)] == [8]
 
 
+def test_pages_of_a_prompt_are_ready_when_their_calls_were_launched(unchecked):
+    """Whole ones, and the last in part when all of the prompt is through; new tokens' pages are not among them."""
+    size, runner = 4, SimpleNamespace(read_pages=lambda ids, is_awaited: [(list(ids), is_awaited)] if ids else [])
+    served = Engine.__new__(Engine)
+    served._runner = runner
+    for prompt_tokens in range(1, 2 * size + 2):
+        for cached in range(prompt_tokens + 3):
+            request = Request(0, tuple(range(prompt_tokens)), params(), page_handle=5, cached=cached)
+            served._unfinished = lambda *_, request=request: request
+            served._pages = SimpleNamespace(page_size=size, pages_of=lambda handle: [*range(100 + handle, 130)])
+            is_ready = [
+                all(token < cached for token in range(first, min(first + size, prompt_tokens)))
+                for first in range(0, prompt_tokens, size)
+            ]
+            for first in range(len(is_ready) + 1):
+                expected = [105 + page for page, ready in enumerate(is_ready) if ready and page >= first]
+                count, contents = served.export_pages(0, first)
+                assert count == len(expected) and contents == ((expected, False) if expected else None)
+    request.page_handle = None
+    assert served.export_pages(0) == (0, None)
+    served._pages = SimpleNamespace(page_size=size, pages_of=lambda handle: [*range(50)])
+    request = Request(0, tuple(range(200)), params(), page_handle=0, cached=200)
+    served._unfinished = lambda *_: request
+    assert [served.export_pages(0, first)[0] for first in (0, 41, 42, 43, 49, 50)] == [8, 8, 8, 7, 1, 0]
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_pages_that_are_read_are_on_the_host_or_on_their_way(is_awaited, monkeypatch, unchecked):
+    """Groups repeat their first page; the index keys of an offloaded stack stand behind what host memory holds."""
+    sent = []
+
+    class Leaf:
+        def __init__(self, name):
+            self.name = name
+
+        def copy_to_host_async(self):
+            sent.append(self.name)
+
+        def __array__(self, *_, **__):
+            sent.append(self.name)
+            return np.array(self.name)
+
+    runner = Runner.__new__(Runner)
+    runner.state, runner._cache_layout = SimpleNamespace(cache=None), None
+    names = lambda ids: [(f"k {ids}", f"v {ids}", f"i {ids}")]
+    read = lambda cache, ids, layout: [tuple(map(Leaf, stack)) for stack in names(ids.tolist())]
+    monkeypatch.setattr(runners, "device", SimpleNamespace(read_pages=read))
+    plain = lambda contents: [tuple(str(getattr(leaf, "name", leaf)) for leaf in stack) for stack in contents]
+    ids = [*range(PAGES_A_CALL), 20, 21]
+    groups = [[*range(PAGES_A_CALL)], [20, 21, *[20] * (PAGES_A_CALL - 2)]]
+    runner.host = None
+    assert [plain(group) for group in runner.read_pages(ids, is_awaited)] == [names(group) for group in groups]
+    assert set(sent) == {name for group in groups for stack in names(group) for name in stack}
+    runner.host = SimpleNamespace(read=lambda ids: [("host k", f"host v {ids[-1]}")])
+    expected = [[("host k", f"host v {group[-1]}", f"i {group}")] for group in groups]
+    assert [plain(group) for group in runner.read_pages(ids, is_awaited)] == expected
+    assert runner.read_pages([], is_awaited) == []
+
+
 @pytest.mark.parametrize(
     ("programs", "names"),
     [

@@ -215,15 +215,17 @@ def test_edits_of_rows_that_use_every_one_of_them():
     knobs = dict(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.25)
     settings = [
         Sampling(**knobs, logit_bias={0: 1.5, V - 1: -2.0}, bad_words=[(0,), (1, 2, 3), (2, 9)]),
-        Sampling(**knobs, logit_bias={0: -1.0}, bad_words=[(2, 1), (3, 0)]),
+        Sampling(**knobs, logit_bias={1: -1.0}, bad_words=[(2, 0), (3, 1)]),
         Sampling(),
+        Sampling(**knobs, logit_bias={0: -1.0}, bad_words=[(0, 5)]),
     ]
     rows = [
         dict(prompt=[5, 0, 1], new=[0, 1, 2], stop_ids=[0, 4], min_tokens=4, allowed={*range(1, V)}),
         dict(prompt=[3], new=[7, 7, 2], stop_ids=[V - 1], min_tokens=3, allowed=None),
-        dict(prompt=[V - 1], new=[1, V - 1], stop_ids=[], min_tokens=0, allowed={0, V - 1}),
+        dict(prompt=[V - 1], new=[1, V - 1], stop_ids=[0], min_tokens=3, allowed={0, V - 1}),
+        dict(prompt=[4], new=[0, 3], stop_ids=[6], min_tokens=2, allowed=None),
     ]
-    logits = np.random.default_rng(8).normal(size=(3, V)).astype(np.float32)
+    logits = np.random.default_rng(8).normal(size=(4, V)).astype(np.float32)
     params = SamplingParams.stack(settings, **SLOTS)
     expected = [edited(*of_row[:2], **of_row[2]) for of_row in zip(logits, settings, rows, strict=True)]
     known, since = context_of(rows), context_of(rows, 2)
@@ -340,9 +342,13 @@ def test_a_row_is_edited_by_each_knob_that_acts_before_the_temperature(knobs, is
 
 
 def test_arrays_of_samplers_and_drafters_are_arguments():
-    """What a program is compiled for is static, by default a drafter proposes its most probable tokens."""
+    """What a program is compiled for is static, by default a drafter proposes its most probable tokens.
+
+    Of a prompt a draft model reads the piece of a call; to look up what repeats takes all of it.
+    """
     assert_settings_are_static(decoding)
-    assert not Eagle3Drafter(drafts.draft()).sample
+    drafter = Eagle3Drafter(drafts.draft())
+    assert not drafter.sample and not drafter.reads_tokens and PromptLookup().reads_tokens
     assert (PromptLookup().longest, PromptLookup().shortest, MAX_DRAFT_TOKENS) == (4, 1, 8)
 
 

@@ -122,9 +122,10 @@ def test_groups_of_blocks_first_change_nothing(case, rules):
     ("name", "rules"),
     [
         pytest.param("prefill", dict(local_blocks=2), marks=pytest.mark.further),
-        pytest.param("split", dict(local_blocks=2, init_blocks=1), marks=pytest.mark.further),
-        ("decode", dict(local_blocks=2)),
-        ("decode", dict(init_blocks=1)),
+        ("split", dict(local_blocks=2, init_blocks=1)),
+        ("decode", dict(local_blocks=2, init_blocks=1)),
+        pytest.param("decode", dict(local_blocks=2), marks=pytest.mark.further),
+        pytest.param("decode", dict(init_blocks=1), marks=pytest.mark.further),
     ],
 )
 @few

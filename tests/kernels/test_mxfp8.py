@@ -1,5 +1,6 @@
 """Kernels that multiply by MXFP8 weights: in interpret mode against the definition, and their lowering for CUDA."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -355,6 +356,27 @@ def test_experts_of_many_tokens_are_those_of_the_definition(tile, config):
     )
     hidden = np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float64)
     assert distance(out, np.einsum("xaf,xafd->xad", hidden, numbers(down)[chosen])) < 4e-3
+
+
+@pytest.mark.parametrize(("op", "has_pairs"), [(mxfp8_grouped, True), (mxfp8_experts, False)])
+def test_every_tile_has_a_program_for_each_piece_of_its_outputs(op, has_pairs):
+    """Traced alone: of hidden widths that are four pieces, and outputs that are two, in seven tiles of 32."""
+    weights = lambda inputs, outputs: Weights(
+        array(jnp.uint8, 2, 3, inputs, outputs), array(jnp.uint8, 2, 3, inputs // 32, outputs)
+    )
+    how = dict(num_chosen=2) if has_pairs else {}
+    call = partial(op, activate=lambda gate, up: gate * up, backend="triton", interpret=True, **how)
+    rows = (array(jnp.int32, 7, 32), array(jnp.int32, 7)) if has_pairs else (
+        array(jnp.int32, 7, 32), array(jnp.bool_, 7, 32),
+    )  # fmt: skip
+    traced = jax.jit(call).trace(
+        array(jnp.bfloat16, 112, 256), weights(256, 512), weights(256, 512), weights(512, 256),
+        array(jnp.int32), array(jnp.int32, 7), *rows,
+    )  # fmt: skip
+    calls = [each for each in equations(traced.jaxpr.jaxpr) if each.primitive.name == "pallas_call"]
+    assert [math.prod(each.params["grid_mapping"].grid) for each in calls] == [7 * 512 // 128, 7 * 256 // 128]
+    rows_of_out = (112, 2) if has_pairs else (7, 32)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(traced.out_info)] == [((*rows_of_out, 256), jnp.float32)]
 
 
 @pytest.mark.parametrize("columns", [64, 256])

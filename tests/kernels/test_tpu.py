@@ -324,6 +324,18 @@ def test_empty_rows_and_empty_selections(options):
     assert np.isneginf(lse).all()
 
 
+def test_a_decode_copies_the_pages_of_which_it_reads_a_key(monkeypatch):
+    """Keys and values once for each token and KV head; nothing for an empty slot, and for a block behind the token."""
+    copied, read = [], interpreter.DMA.execute_read
+    monkeypatch.setattr(interpreter.DMA, "execute_read", lambda dma: read(dma) or copied.append(dma.data_size))
+    case = fitting(prefill(SMALL, 1), ATTENTION["decode"])
+    blocks = case.any_blocks()
+    reads = (blocks >= 0) & (blocks * SMALL.P <= case.positions[:, None, :, None])
+    assert 0 < reads.sum() < reads.size
+    check(attention(case, "paged", blocks, **ATTENTION["decode"]), of_definition(case, blocks))
+    assert sum(copied) == 2 * reads.sum() * SMALL.P * SMALL.H * 4  # in float32
+
+
 class NanKey(Case):
     """A case in which the first key of each row is NaN."""
 
@@ -550,6 +562,31 @@ def test_attention_by_blocks_has_the_shape_and_dtype_that_are_promised():
 
     found = jax.eval_shape(call, q, memory, table, blocks, positions, lengths)
     assert [(x.shape, x.dtype) for x in found] == [(q.shape, jnp.bfloat16), (q.shape[:-1], jnp.float32)]
+
+
+@pytest.mark.parametrize("num_blocks", [9, 10])
+def test_lists_of_a_prefill_by_blocks_fit_scalar_memory(num_blocks, monkeypatch):
+    """Two lists of works and a row's table; 4,096 words of what there is twice are left to others. Traced alone."""
+    shape = replace(SMALL, T=7)
+    q = jax.ShapeDtypeStruct((1, shape.T, shape.N, shape.H), jnp.bfloat16)
+    blocks = jax.ShapeDtypeStruct((1, shape.K, shape.T, shape.J), jnp.int32)
+    memory = jax.ShapeDtypeStruct((2, num_blocks, shape.K, shape.P, shape.H), jnp.bfloat16)
+    table, positions, lengths = (jax.ShapeDtypeStruct((1, *n), jnp.int32) for n in ((num_blocks,), (shape.T,), ()))
+
+    def call(q, k, table, *rest):
+        pages = view(k, table, shape.P)
+        return kv_block_major(q, pages, pages, *rest, return_lse=True, interpret=STRICT, config=Config(tokens=4))
+
+    pairs = shape.K * shape.T * shape.J
+    most_works = -(-pairs // 4) + min(pairs, shape.K * num_blocks)
+    fitting_words = math.ceil((2 * most_works + num_blocks + 4096) / 2)
+    module = import_module("pallas_kernels.sparse_prefill.mosaic_tpu.kv_block_major")
+    traced = lambda: jax.eval_shape(partial(call), q, memory, table, blocks, positions, lengths)  # not what it was
+    monkeypatch.setattr(module, "PREFETCHED", fitting_words)
+    traced()
+    monkeypatch.setattr(module, "PREFETCHED", fitting_words - 1)
+    with pytest.raises(ValueError, match=f"{num_blocks} blocks x {shape.K} KV heads: too many"):
+        traced()
 
 
 @pytest.mark.parametrize(("name", "count"), [("dense", 2), ("query_union", 4), ("index", 1)])

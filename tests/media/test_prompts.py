@@ -17,7 +17,7 @@ from m3jax.media import (
     process_image,
     process_video,
 )
-from m3jax.media.packing import bucket_size, segments
+from m3jax.media.packing import bucket_size, pack, pack_layout, segments
 from m3jax.media.placeholders import END, IMAGE, START, VIDEO
 from m3jax.media.places import segment_places
 
@@ -116,6 +116,21 @@ def test_a_batch():
     assert_equal(media.positions[:96], positions, "positions", "patch thw")
     assert (int(media.image_features), int(media.video_features)) == (4, 20)
     assert all(isinstance(leaf, np.ndarray) for leaf in media) and media.patches.dtype == np.float32
+
+
+def test_a_layout_is_a_batch_without_the_values_of_patches():
+    """Also of no segment: then all is padding."""
+    parts = segments([process_image(picture(28, 56))], [process_video(clip(3, 28, 28))], VISION)
+    for given_parts in (parts, parts[:1], ()):
+        size = 8 + sum(len(segment.patches) for segment in given_parts)
+        whole, layout = pack(given_parts, size), pack_layout(given_parts, size)
+        assert whole.patches.shape == (size, 1176) and layout.patches.shape == (size, 0)
+        for name in whole._fields[1:]:
+            assert_equal(
+                getattr(layout, name), getattr(whole, name), name, " ".join("abc"[: getattr(whole, name).ndim])
+            )
+    assert (whole.segments == -1).all() and not whole.positions.any() and not whole.patches.any()
+    assert int(whole.image_features) == int(whole.video_features) == 0
 
 
 def test_a_clip_in_one_row_is_cut_into_chunks():

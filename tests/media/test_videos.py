@@ -101,6 +101,15 @@ def test_chunks_count_temporal_patches(frames, grids):
         assert_equal(pixels, still[min(index, frames - 1)], f"frame {index}", "patch color row column")
 
 
+@pytest.mark.parametrize("segment", [1, 2, 3, 5, 6])
+def test_a_chunk_has_as_many_temporal_patches_as_are_asked_for(segment):
+    """One at least; the patches are the same however they are cut."""
+    made = process_video(clip(9), segment=segment)
+    sizes = [min(segment, 5 - first) for first in range(0, 5, segment)]
+    assert made.grid == tuple((t, 4, 6) for t in sizes)
+    np.testing.assert_array_equal(made.patches, process_video(clip(9)).patches)
+
+
 RULES = {
     # 42 frames at 8 a second, one a second wanted.
     "all": list(range(42)),

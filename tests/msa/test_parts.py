@@ -23,7 +23,7 @@ from support.msa_strategies import (
 from m3jax import msa
 from m3jax.msa import inversion
 from m3jax.msa.views import BlockView, Contiguous, ContiguousIndex, IndexView, Paged, PagedIndex, contiguous
-from m3jax.numerics import attend, merge_parts
+from m3jax.numerics import attend, merge_parts, merge_weights
 from m3jax.ops import attend_all, attend_selected
 
 further = pytest.mark.further
@@ -61,6 +61,20 @@ def test_merge_of_parts_that_saw_nothing():
     grads = jax.grad(lambda *x: _merge(*x)[0].sum() + _merge(*x)[1][0], argnums=(0, 1))(outs, lses)
     assert_equal(
         grads, (np.array([[[1, 1], [0, 0]], [[0, 0], [0, 0]]]), np.array([[1, 0], [0, 0]])), ("d out", "d lse")
+    )
+
+
+def test_weights_of_parts_are_exponentials_over_the_largest():
+    """Of a union of parts that saw nothing they are 0, and what is divided by is 1."""
+    lses = jnp.array([[0.5, -np.inf, 700.0, -np.inf], [1.5, -2.0, 700.0, -np.inf], [-np.inf, -1.0, 699.0, -np.inf]])
+    highest, total = (lambda x: x.max(axis=0)), (lambda x: x.sum(axis=0))
+    weights, sums, merged = merge_weights(lses, highest, total)
+    exact = np.asarray(lses, np.float64)
+    expected = np.exp(exact - np.where(np.isneginf(exact.max(axis=0)), 0, exact.max(axis=0)))
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    np.testing.assert_allclose(sums, [*expected.sum(axis=0)[:3], 1.0], rtol=1e-6)
+    np.testing.assert_allclose(
+        merged, [*np.log(np.exp(exact[:, :2]).sum(axis=0)), 700 + np.log(2 + np.exp(-1)), -np.inf]
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from support import tiny
 from support.pytrees import assert_settings_are_static
@@ -44,6 +44,7 @@ from m3jax.ops.backends import choose, interpret
 from m3jax.ops.cases import ExpertsCase, OrderedCase, PagesCase, ProductCase, Stored, TokenwiseCase
 from m3jax.ops.ordered import products_in_order
 from m3jax.parallel import make_mesh
+from m3jax.parallel.mesh import AXES
 from m3jax.weights import StackedLayer, merge_inputs
 
 BF16, F16, F32, E4M3 = (jnp.dtype(name) for name in ("bfloat16", "float16", "float32", "float8_e4m3fn"))
@@ -677,6 +678,17 @@ def test_embedding_and_head_on_a_mesh_are_those_of_one_device(sizes):
         np.testing.assert_array_equal(embedded, hidden)
         np.testing.assert_allclose(logits, hidden @ table.T, rtol=1e-5, atol=1e-6)
         assert logits.sharding.is_fully_replicated or batch == 16  # drawing one of few exchanges nothing more
+
+
+@pytest.mark.parametrize("leading", [(3,), (1, 4), (2, 5)])
+def test_a_head_on_a_mesh_is_said_to_lie_by_words_before_few_logits_go_everywhere(leading, unchecked):
+    """Whatever axes of tokens stand before the words. A mesh of devices that are not there: the program is traced."""
+    mesh = AbstractMesh((1, 1, 1, 2), AXES)
+    how = Divided(Compute(mesh=mesh), True)
+    shapes = jax.ShapeDtypeStruct((*leading, 3), F32), jax.ShapeDtypeStruct((8, 3), F32)
+    traced = jax.make_jaxpr(how.unembed)(*shapes).jaxpr
+    said = [step.params["sharding"].spec for step in traced.eqns if step.primitive.name == "sharding_constraint"]
+    assert said == [P(*[None] * len(leading), ("context", "expert", "tensor")), P()]
 
 
 def test_choices_have_as_many_columns_as_devices_divide():

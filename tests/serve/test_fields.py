@@ -9,6 +9,7 @@ from support.options import wrong_defaults
 from m3jax.media import LIMITS
 from m3jax.serve import command
 from m3jax.serve.gateway import chat_completions, completions, gateway, http, loading, prompts, sources, workers
+from m3jax.serve.gateway.app import ENDPOINTS
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.fields import (
     Fields,
@@ -92,6 +93,54 @@ def test_what_a_field_takes_and_what_it_refuses(name):
         with pytest.raises(ApiError, match=reason) as caught:
             field.checked("x", value)
         assert (caught.value.status, caught.value.field) == (400, "x") and "x" in str(caught.value)
+
+
+TIERS = ["auto", "default"]
+# Fields that change nothing, by path: the values that ask for what happens in any case. No value does where none is.
+FIXED = {
+    "/v1/chat/completions": {
+        "service_tier": TIERS, "store": [False], "modalities": [["text"]], "reasoning_split": [True],
+        "functions": [], "function_call": [],
+    },
+    "/v1/completions": {"suffix": [""]},
+    "/v1/messages": {"service_tier": ["auto", "standard_only"]},
+    "/v1/messages/count_tokens": {"service_tier": ["auto", "standard_only"]},
+    "/v1/responses": {
+        "service_tier": TIERS, "store": [False], "background": [False], "truncation": ["disabled"],
+        "include": [[], ["reasoning.encrypted_content"]], "previous_response_id": [], "conversation": [], "prompt": [],
+    },
+    "/tokenize": {"add_generation_prompt": [True]},
+    "/detokenize": {},
+}  # fmt: skip
+
+
+def test_what_fields_that_change_nothing_take_at_each_endpoint():
+    """Clients send them as they stand in their own documents: what holds in any case is taken, all else refused."""
+    given = (True, False, 0, "", "auto", "default", "standard_only", "disabled", [], ["text"], ["audio"], {})
+    for endpoint in ENDPOINTS:
+        fixed = {name: field for name, field in endpoint.table(MODEL).items() if isinstance(field, FixedField)}
+        expected = FIXED[endpoint.path]
+        assert {name: list(field.allowed) for name, field in fixed.items()} == expected, endpoint.path
+        for name, field in fixed.items():
+            for value in given:
+                if any(value == each and type(value) is type(each) for each in expected[name]):
+                    assert field.checked(name, value) == value, (endpoint.path, name)
+                else:
+                    with pytest.raises(ApiError, match=name):
+                        field.checked(name, value)
+
+
+def test_flags_are_off_but_where_a_protocol_has_them_on():
+    on = {
+        (endpoint.path, name)
+        for endpoint in ENDPOINTS
+        for name, field in endpoint.table(MODEL).items()
+        if isinstance(field, FlagField) and field.default
+    }
+    assert on == {
+        ("/v1/chat/completions", "parallel_tool_calls"), ("/v1/responses", "parallel_tool_calls"),
+        ("/v1/completions", "skip_special_tokens"),
+    }  # fmt: skip
 
 
 def test_schemas_say_the_ranges():

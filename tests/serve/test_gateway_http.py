@@ -226,6 +226,27 @@ def test_a_stream_ends_at_its_deadline():
     assert one == "one" and "deadline_exceeded" in error and left == [True]
 
 
+def test_nothing_comes_behind_the_end_of_a_stream():
+    """Nor between the pieces of a write that takes long: its client is slow, and knows that the server is alive."""
+    written = []
+
+    async def events():
+        yield "one"
+
+    async def send(message: dict) -> None:
+        written.append((message.get("body"), message.get("more_body")))
+        await asyncio.sleep(0.05)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        await EventStream(events(), OPENAI, Pace(0.001, 60.0, loop.time()), {}, written.append)(
+            {}, loop.create_future, send
+        )
+
+    asyncio.run(run())
+    assert written == [(None, None), (b"one", True), (b"", False), "200"]
+
+
 def test_an_event_of_text_is_the_event():
     """What is encoded once around a text gives the event of the whole object, with the text once or twice in it."""
     value = lambda text: {"choices": [{"text": text, "logprobs": None}], "again": text, "name": "a text"}

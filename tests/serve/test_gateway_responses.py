@@ -7,6 +7,9 @@ import pytest
 from support.embedded import TOKENIZER
 from support.serving import CALL, NAME
 
+from m3jax.serve.gateway.responses import _Items
+from m3jax.text import Event
+
 TOOLS = [
     {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {"city": {}}}},
     {"type": "function", "name": "get_time"},
@@ -30,6 +33,40 @@ def test_stream_is_the_response(scripted):
     deltas = lambda kind: "".join(event.delta for event in events if event.type == f"response.{kind}.delta")
     assert (deltas("output_text"), deltas("reasoning_text")) == ("I will look. ", "Hm, well.")
     assert deltas("function_call_arguments") == "".join(item.arguments for item in whole.output[2:])
+
+
+def test_events_of_an_item_name_its_place():
+    """All that is told of an item between `added` and `done` has its id and its place; its only part is part 0."""
+    items = _Items()
+    told = [Event("reasoning", "a"), Event("content", "b"), Event("content", "c"), Event("reasoning", "d")]
+    told += [Event("tool_call", id="call_1", name="f"), Event("arguments", "{"), Event("arguments", "}")]
+    told += [Event("tool_call_end")]
+    lines = [line for event in told for line in items.events(event)]
+    events = [json.loads(line.partition("data: ")[2]) for line in lines]
+    place, ids, kinds = -1, {}, []
+    for event in events:
+        name = event["type"].removeprefix("response.")
+        if name == "output_item.added":
+            place += 1
+            ids[place] = event["item"]["id"]
+            kinds.append([])
+        elif name != "output_item.done":
+            assert event["item_id"] == ids[place]
+            is_part = not name.startswith("function_call")
+            assert event.get("content_index") == (0 if is_part else None) and ("content_index" in event) == is_part
+        assert event["output_index"] == place
+        kinds[place].append(name)
+    around = lambda kind, count: [
+        "output_item.added", "content_part.added", *[f"{kind}.delta"] * count, f"{kind}.done", "content_part.done",
+        "output_item.done",
+    ]  # fmt: skip
+    of_call = [f"function_call_arguments.{part}" for part in ("delta", "delta", "done")]
+    assert kinds == [
+        around("reasoning_text", 1), around("output_text", 2), around("reasoning_text", 1),
+        ["output_item.added", *of_call, "output_item.done"],
+    ]  # fmt: skip
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [item["id"] for item in items.done] == list(ids.values()) and items.close() == []
 
 
 def test_round_trip(scripted):

@@ -100,6 +100,30 @@ def test_two_workers(monkeypatch, unchecked):
         assert 'm3jax_worker_up{worker="127.0.0.1' in server.ask("/metrics")[2]
 
 
+def test_a_worker_apart_that_does_not_answer_is_given_up(unchecked):
+    """A short call after ten seconds, and a stream of files, such as its tokenizer, after a minute."""
+    seconds = []
+
+    class Silent:
+        async def GetLoads(self, request, timeout):
+            seconds.append(timeout)
+            return request
+
+        async def GetTokenizer(self, request, timeout):
+            seconds.append(timeout)
+            yield request
+
+    worker = RemoteWorker.__new__(RemoteWorker)
+    worker.name, worker._stub = "apart", Silent()
+
+    async def run():
+        assert await worker.call("GetLoads", "asked") == "asked"
+        assert [message async for message in worker.stream("GetTokenizer", "asked")] == ["asked"]
+
+    asyncio.run(run())
+    assert seconds == [10.0, 60.0]
+
+
 def test_a_busy_worker_loses_its_prefix():
     """Beyond a few requests more than the least loaded has, where a prefix is counts no more."""
 

@@ -1,8 +1,10 @@
 """What a run of training is set to: defaults and limits, learning rates, the optimiser, adapters' first numbers."""
 
+import itertools
 from argparse import Namespace
 from dataclasses import asdict
 from inspect import signature
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,48 @@ def test_options_have_the_defaults_that_help_says():
         assert each.prog.split()[-1] == name and each.description.endswith(".") and " " in each.description
         found = [action.dest for action in each._actions if action.required and action.option_strings]
         assert sorted(found) == sorted(required), name
+
+
+def test_options_that_share_choices_name_them_in_one_order():
+    """`--help` lists what can be chosen: tokens before sequences, whatever the option."""
+    parsers = (parser(), sft_parser("sft"), convert_parser("convert"), merge_parser("merge"))
+    choices = [tuple(action.choices) for each in parsers for action in each._actions if action.choices]
+    assert {("token", "sequence"), ("token", "sequence", "constant"), ("trainer", "engine")} <= {*choices}
+    for one, other in itertools.combinations(choices, 2):
+        shared = {*one} & {*other}
+        assert [x for x in one if x in shared] == [x for x in other if x in shared]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: SFTLoss()(model, {}),
+        lambda model: RolloutLoss()(model, {}),
+        lambda model: steps.init_state(model, make_optimizer(1e-3)),
+        lambda model: lora.merge_folder(model, "nowhere"),
+    ],
+    ids=["sft", "rollouts", "state", "merge"],
+)
+def test_weights_in_mxfp8_are_refused_before_anything_is_read(use, unchecked):
+    with pytest.raises(ValueError, match="linear layers are in MXFP8, which is frozen: train "):
+        use(SimpleNamespace(is_mxfp8=True))
+
+
+@pytest.mark.parametrize(("batch", "budget"), [(1, 1 << 30), (1, 1 << 11), (3, 12345), (3, 1)])
+def test_as_many_queries_are_looked_at_together_as_the_budget_has_room_for(batch, budget, monkeypatch, unchecked):
+    """A score of each head and key, twice; the number is a power of two, and all queries at most."""
+    queries, heads, keys, chunks = 16, 4, 32, []
+    monkeypatch.setattr(convert, "_SCORE_BUDGET", budget)
+    note = lambda fn, chunk, axis, *arrays: chunks.append((chunk, axis)) or jnp.zeros((*arrays[0].shape[:2], 2))
+    monkeypatch.setattr(convert, "map_chunks", note)
+    positions = jnp.broadcast_to(jnp.arange(queries, dtype=jnp.int32), (batch, queries))
+    values = dict(
+        q=jnp.zeros((batch, queries, heads, 8)), k=jnp.zeros((batch, keys, 2, 8)),
+        blocks=jnp.zeros((batch, 2, queries, 3), jnp.int32),
+    )  # fmt: skip
+    convert._caught(values, SimpleNamespace(positions=positions), block_size=4, num_kept=3)
+    fitting = [size for size in (1, 2, 4, 8, 16) if size * batch * heads * keys * 2 <= budget]
+    assert chunks == [(max(fitting, default=1), 1)]
 
 
 # What docs and docstrings say of functions whose settings are not a class.

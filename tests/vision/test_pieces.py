@@ -228,6 +228,32 @@ def test_runs_are_of_equal_numbers():
         assert found.tolist() == [number >= 0 and first[row] == row for row, number in enumerate(segments)]
 
 
+@pytest.mark.parametrize("num_rows", [7, 9, 25])
+def test_a_group_has_no_more_tiles_than_there_are(num_rows, monkeypatch):
+    """Tiles of eight rows, or of all if they are fewer; three at once at most. Each row is folded with its segment."""
+    monkeypatch.setattr(tiles, "TILE", 8)
+    monkeypatch.setattr(tiles, "_GROUP", 3)
+    sizes = []
+    segments = np.sort(np.random.default_rng(num_rows).integers(0, 4, num_rows)).astype(np.int32)
+    segments[num_rows - num_rows // 5 :] = -1
+    values = np.arange(1.0, num_rows + 1, dtype=np.float32)
+
+    def start(group, tile):
+        sizes.append((group, tile))
+        return jnp.zeros((group, tile))
+
+    fold = lambda state, own, others: state + own.arrays[0] * jnp.sum(others.arrays[0], axis=1, keepdims=True)
+    run = jax.jit(
+        lambda x, numbers: tiles._over_tiles(
+            Runs.of(numbers), (x,), (x,), start, fold, lambda state: (state,), (jnp.zeros_like(x),)
+        )
+    )
+    (found,) = run(values, segments)
+    own = (segments[:, None] == segments) & (segments >= 0)
+    np.testing.assert_array_equal(found, values * (own @ values))
+    assert {*sizes} == {(min(3, math.ceil(num_rows / 8)), min(8, num_rows))}
+
+
 def test_angles_are_of_time_row_and_column_in_turn():
     """A head of 14: two frequencies of each axis, so 12 of its dims are turned, and two are not."""
     positions = jnp.array([[0, 0, 0], [1, 2, 3]], jnp.int32)
