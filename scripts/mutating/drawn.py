@@ -10,7 +10,8 @@ Nor is the order of what has none (`without_order`):
 - the members of a tuple right of `in` or `not in`, also of one of constants that has a name, if the file does nothing
   else with that name and no other file can: it is a function's, or begins with an underscore;
 - what `min` and `max` choose from without a `key`, if no argument writes a fraction, divides or calls what may return
-  one: a NaN, and a zero with its sign, show which of two came first. A name counts as a whole number;
+  one, unless it rounds it: a NaN, and a zero with its sign, show which of two came first. A name counts as a whole
+  number;
 - the two arguments of a symmetric function of numpy, jax.numpy and math (`SYMMETRIC`), and of a `swapaxes` method.
 """
 
@@ -292,14 +293,15 @@ def _is_plain(node: ast.AST) -> bool:
 
 
 def _is_whole(node: ast.AST) -> bool:
-    """True if nothing in a node is a fraction, divides, or calls what could give a fraction."""
-    whole = ("len", "int", "min", "max")
-    return not any(
-        isinstance(each, ast.Starred | ast.Div | ast.Pow | ast.NamedExpr)
-        or (isinstance(each, ast.Constant) and type(each.value) is not int)
-        or (isinstance(each, ast.Call) and not (isinstance(each.func, ast.Name) and each.func.id in whole))
-        for each in ast.walk(node)
-    )
+    """True if nothing in a node is a fraction, divides, or calls what could give one; what is rounded may."""
+    called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    if called == "round" and len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred):
+        return True
+    return not (
+        isinstance(node, ast.Starred | ast.Div | ast.Pow | ast.NamedExpr)
+        or (isinstance(node, ast.Constant) and type(node.value) is not int)
+        or (isinstance(node, ast.Call) and called not in ("len", "int", "min", "max"))
+    ) and all(map(_is_whole, ast.iter_child_nodes(node)))
 
 
 @cache
