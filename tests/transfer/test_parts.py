@@ -512,7 +512,8 @@ def test_a_transfer_is_given_up_after_silence_and_not_before():
     call = FakeCall()
     with client._Watch(call, 60.0, lambda: False):
         pass
-    assert call.is_cancelled.is_set()  # who leaves ends the call
+    assert call.is_cancelled.is_set()  # who leaves ends the call, and the watch with it
+    until(lambda: not any(thread.name == "m3jax transfer watch" for thread in threading.enumerate()), 5)
 
 
 def test_a_prompt_goes_to_the_prefiller_with_the_fewest(engine):
