@@ -194,7 +194,7 @@ class TextStream:
         ValueError: a decoder that has ByteLevel among other steps.
     """
 
-    def __init__(self, spelling: Spelling, skip_special_tokens: bool = True, show_unfinished: bool = True):
+    def __init__(self, spelling: Spelling, skip_special_tokens: bool, show_unfinished: bool):
         self._spelling = spelling
         self._shows_unfinished = show_unfinished
         self._left_out = spelling.special_ids if skip_special_tokens else frozenset()

@@ -3,14 +3,16 @@
 A list of planted bugs (scripts/mutants.toml) is made by who also writes the tests. Here a bug is any place of a room's
 sources to which one of OPERATORS applies, so what the tests catch of them says more. Each is one edit of the text: the
 rest of the file keeps its form, its comments and its lines. Nothing is changed in what only says or refuses something:
-docstrings, annotations, decorators, imports, what an exception is raised with, and the `strict` of a `zip`.
+docstrings, annotations, decorators, imports, what an exception is raised with, the `strict` of a `zip`, and the looks
+of a picture (`LOOKS`).
 Nor is the order of what has none (`without_order`):
 
 - the types of an `except`, of `isinstance` and `issubclass`, and the texts of `startswith` and `endswith`;
 - the members of a tuple right of `in` or `not in`, also of one of constants that has a name, if the file does nothing
   else with that name and no other file can: it is a function's, or begins with an underscore;
 - what `min` and `max` choose from without a `key`, if no argument writes a fraction, divides or calls what may return
-  one: a NaN, and a zero with its sign, show which of two came first. A name counts as a whole number;
+  one, unless it rounds it: a NaN, and a zero with its sign, show which of two came first. A name counts as a whole
+  number;
 - the two arguments of a symmetric function of numpy, jax.numpy and math (`SYMMETRIC`), and of a `swapaxes` method.
 """
 
@@ -207,6 +209,7 @@ OPERATORS: dict[str, Callable[[ast.AST], Changes]] = {
     "swapped arguments": swapped_arguments,
 }
 ORDERS = ("swapped axes", "swapped arguments")
+LOOKS = ("fontsize", "linewidth", "alpha", "rotation")  # keywords of matplotlib
 SYMMETRIC = ("add", "multiply", "minimum", "maximum", "logical_and", "logical_or", "logical_xor", "gcd", "lcm")
 
 
@@ -292,14 +295,15 @@ def _is_plain(node: ast.AST) -> bool:
 
 
 def _is_whole(node: ast.AST) -> bool:
-    """True if nothing in a node is a fraction, divides, or calls what could give a fraction."""
-    whole = ("len", "int", "min", "max")
-    return not any(
-        isinstance(each, ast.Starred | ast.Div | ast.Pow | ast.NamedExpr)
-        or (isinstance(each, ast.Constant) and type(each.value) is not int)
-        or (isinstance(each, ast.Call) and not (isinstance(each.func, ast.Name) and each.func.id in whole))
-        for each in ast.walk(node)
-    )
+    """True if nothing in a node is a fraction, divides, or calls what could give one; what is rounded may."""
+    called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    if called == "round" and len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred):
+        return True
+    return not (
+        isinstance(node, ast.Starred | ast.Div | ast.Pow | ast.NamedExpr)
+        or (isinstance(node, ast.Constant) and type(node.value) is not int)
+        or (isinstance(node, ast.Call) and called not in ("len", "int", "min", "max"))
+    ) and all(map(_is_whole, ast.iter_child_nodes(node)))
 
 
 @cache
@@ -326,7 +330,8 @@ def _that_computes(node: ast.AST) -> Iterator[ast.AST]:
         for child in value if isinstance(value, list) else [value]:
             called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
             is_strict = called == "zip" and isinstance(child, ast.keyword)
-            if isinstance(child, ast.AST) and called != "cast" and not is_strict:
+            is_looks = isinstance(child, ast.keyword) and child.arg in LOOKS
+            if isinstance(child, ast.AST) and called != "cast" and not (is_strict or is_looks):
                 yield from _that_computes(child)
 
 

@@ -305,6 +305,8 @@ def test_forgotten_pages_are_read_again():
         page_of, slot_of = np.asarray(after.page_of[1]), np.asarray(after.slot_of[1])
         assert set(page_of.tolist()) - {-1} == left == set(np.flatnonzero(slot_of >= 0).tolist()), page
         assert set(page_of[np.asarray(after.dirty[1])].tolist()) == left
+    last, *_ = Slots.empty(2, 8, 4).assign(jnp.int32(1), jnp.arange(8) == 7, jnp.int32(1))
+    assert set(np.asarray(forget(last, jnp.array([-1, 8, 9])).page_of[1]).tolist()) == {-1, 7}
 
 
 def test_errors():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from support.checkpoint_folders import INDEX, random_tensors, tiny_config, write_folder
 from support.drafts import CONFIG as TARGET
@@ -21,6 +22,7 @@ from m3jax.checkpoint.reader import read_folder
 from m3jax.checkpoint.replacing import Replacement, as_json
 from m3jax.config import M3Config
 from m3jax.files import current_file
+from m3jax.files.pending import SAVE_KEY
 
 SINGLE = "model.safetensors"
 TENSORS = ("a", "b", "c")
@@ -254,6 +256,14 @@ def test_a_folder_that_cannot_be_locked(tmp_path, monkeypatch):
         assert len(os.listdir("/proc/self/fd")) == len(opened)
     monkeypatch.setattr("m3jax.checkpoint.replacing.fcntl", None)  # as on Windows
     assert Replacement(tmp_path, 1, {}).names == [SINGLE]
+
+
+def test_weights_beside_an_unchanged_config_belong_to_no_save(tmp_path):
+    """Only where both are replaced could a reader mix old and new, so only there the file names its save."""
+    for seed, names_save in ((0, False), (0, False), (1, True)):
+        write(tmp_path, 1, 1, config(seed))
+        with safe_open(tmp_path / "model.safetensors", framework="numpy") as file:
+            assert (SAVE_KEY in (file.metadata() or {})) == names_save, seed
 
 
 def test_equal_data_are_equal_bytes():

@@ -4,6 +4,7 @@ import contextlib
 import sys
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
@@ -197,6 +198,29 @@ def test_a_run_of_our_own_names_its_values_by_layer(monkeypatch, unchecked):
         "embedding": [0], "layers.0.q": [1], "layers.0.gate": [10], "layers.1.q": [2], "layers.1.gate": [20],
         "tokens": [[5, 9, 4], [8, 0, 0]], "lengths": [3, 1],
     }  # fmt: skip
+
+
+def test_what_a_layer_leaves_out_is_computed_from_its_norms():
+    """By hand, in each head and column: projections, their norms by 1 + w, and a router's scores with their bias."""
+    model, draw = tiny.model(tiny.config("dM")), np.random.default_rng(0)
+    x, y = jnp.asarray(draw.normal(size=(2, 1, 3, model.config.hidden_size)), jnp.float32)
+    for index, heads in enumerate((("q", "k"), ("q", "k", "index_q", "index_k"))):
+        found = live._between_in(model, index, dict(input=x, attention_norm=x, ffn_norm=y))
+        attention, mlp = model.layer(index).self_attn, model.layer(index).mlp
+        expected = {}
+        for name in heads:
+            weight, norm = (np.asarray(getattr(attention, f"{name}_{part}")[0]) for part in ("proj", "norm"))
+            projected = expected[f"{name}_proj"] = np.tensordot(x, weight, 1)
+            size = np.sqrt(np.mean(projected**2, axis=-1, keepdims=True) + model.config.rms_norm_eps)
+            expected[f"{name}_normed"] = projected / size * (1 + norm)
+        if index:
+            logits = expected["router_logits"] = y @ np.asarray(mlp.gate[0])
+            expected["router_scores"] = 1 / (1 + np.exp(-logits)) + np.asarray(mlp.e_score_correction_bias[0])
+            mlp = mlp.shared_experts
+        expected |= {name: y @ np.asarray(getattr(mlp, f"{name}_proj")[0]) for name in ("gate", "up")}
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 def test_prompts_are_of_the_model_s_tokens_and_context():

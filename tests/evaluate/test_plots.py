@@ -26,11 +26,27 @@ def shown(task, *results):
                 cells=[np.ma.filled(image.get_array(), -1.0).tolist() for image in axis.images],
                 texts=[(text.get_text(), *text.get_position(), text.get_color()) for text in axis.texts],
                 limits=axis.get_ylim(),
+                powers_of=getattr(axis.xaxis.get_transform(), "base", None),
                 has_grid=axis.xaxis.get_gridlines()[0].get_visible(),
                 legend=legend and [text.get_text() for text in (legend.get_title(), *legend.get_texts())],
             )
         )  # fmt: skip
     return found
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_pictures_have_room_for_what_they_show(count):
+    """At least 0.25 inches a line of figures, and 0.6 a cell; what has few is no smaller than can be read."""
+    files = {str(i): dict(perplexity=2.0) for i in range(4 * count)}
+    perplexity = dict(by_position=[dict(to=4, loss=3.0)], perplexity=2.0, files=files)
+    needle = dict(shares=[[1.0] * count] * (2 * count), mean=1.0)
+    recall = dict(lengths=[*range(2 * count)], depths=[0.5] * count, needle=needle)
+    for task, result, least in (
+        ("perplexity", perplexity, (10, max(3.5, 0.25 * 4 * count))),
+        ("recall", recall, (max(3, 0.6 * count), max(2, 0.4 * 2 * count))),
+    ):
+        size = PLOTS[task](NAMES[:1], [result]).get_size_inches()
+        assert all(np.less_equal(least, size)) and all(np.less(size, np.multiply(1.3, least) + 1.5)), (task, size)
 
 
 def test_perplexity():
@@ -47,7 +63,8 @@ def test_perplexity():
         ("one, float32: 8.500", [4, 16], [3, 2]), ("two: 7.250", [16, 4], [2, 3])
     ]  # fmt: skip
     assert left["legend"] == ["perplexity of all", "one, float32: 8.500", "two: 7.250"]
-    assert right["ticks"][1] == ["a", "…" + "b" * 30]
+    assert right["ticks"][1] == ["a", "…" + "b" * 30] and right["limits"][0] > right["limits"][1]  # the first on top
+    assert left["has_grid"] and left["powers_of"] == 2
     widths = [bar[2] for bar in right["bars"]]
     assert widths[:3] == [7.0, 9.0, 6.0] and np.isnan(widths[3])
     assert [bar[1] for bar in right["bars"]] == pytest.approx([-0.4, 0.6, 0.0, 1.0])
@@ -71,10 +88,10 @@ def test_recall():
         ("100%", 0, 0, "black"), ("50%", 1, 0, "white"), ("60%", 2, 0, "white"), ("61%", 0, 1, "black"),
         ("0%", 1, 1, "white"),
     ]  # fmt: skip
-    both = shown("recall", result, result)
-    assert [axis["names"][0] for axis in both] == [
-        f"{title}\n{name}" for name in NAMES for title in ("one needle: 60.0%", "a chain of two: 25.0%")
-    ]
+    several = dict(several=kind([[0.75] * 3] * 2, 0.75))
+    both = shown("recall", result | several, result | several)
+    titles = ("one needle: 60.0%", "several needles: 75.0%", "a chain of two: 25.0%")
+    assert [axis["names"][0] for axis in both] == [f"{title}\n{name}" for name in NAMES for title in titles]
 
 
 def test_divergence():

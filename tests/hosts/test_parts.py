@@ -283,6 +283,22 @@ def test_a_coordinator_that_never_comes_and_a_port_that_is_taken():
             _check_free(f"127.0.0.1:{port}")
 
 
+def test_a_port_is_free_again_as_soon_as_who_listened_has_gone():
+    """Though a connection that it ended is remembered for a minute, which would refuse the port to a plain bind."""
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = server.accept()
+            accepted.close()  # the first to close is the one that remembers
+            assert client.recv(1) == b""
+    with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+        plain.bind(("", port))
+    _check_free(f"127.0.0.1:{port}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -359,6 +375,7 @@ def test_a_process_is_named_by_its_number_until_hosts_are_known():
 def test_jax_is_started_as_the_job_says(monkeypatch, process_id, waited):
     """What waiting for the coordinator took is taken off the time to start; process 0 alone listens and tells."""
     given, clock, looked = {}, iter([50.0, 50.0 + waited]), []
+    monkeypatch.setattr(jax.config, "update", lambda name, value: looked.append((name, value)))
     monkeypatch.setenv("M3JAX_PROGRESS", "1")
     monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(run, "_check_free", lambda address: looked.append("is it free"))
@@ -370,7 +387,8 @@ def test_jax_is_started_as_the_job_says(monkeypatch, process_id, waited):
         Job("h:1", 3, process_id, (4, 5), heartbeat=7, start_timeout=600), "prog", object.__new__(NativeOutput)
     )
     assert (store._client, store.process_id, store.num_processes) == ("the client", process_id, 3)
-    assert looked == ["is it there" if process_id else "is it free", process_id]
+    signals = "jax_enable_preemption_service", False  # SIGTERM ends the process
+    assert looked == [signals, "is it there" if process_id else "is it free", process_id]
     assert os.environ["M3JAX_PROGRESS"] == ("0" if process_id else "1")
     assert given == dict(
         args=("h:1", 3, process_id),

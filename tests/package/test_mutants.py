@@ -120,6 +120,11 @@ def test_arguments_are_swapped_in_pairs(drawn):
     assert edits[1].applied(source.encode()) == source.replace("h(1.5, y)", "h(y, 1.5)")  # columns are of bytes
 
 
+def test_the_looks_of_a_picture_are_no_result(drawn):
+    found = drawn.edits("axis.set_title(names[0], fontsize=9, alpha=1)\n")
+    assert {edit.new for edit in found if edit.operator == "off by one"} == {"1", "(-1)"}
+
+
 def test_the_strict_of_a_zip_only_refuses(drawn):
     found = [(edit.operator, edit.new) for edit in drawn.edits("list(zip(a, b, strict=True)), f(a, strict=True)\n")]
     assert ("swapped arguments", "zip(b, a, strict=True)") in found
@@ -128,7 +133,7 @@ def test_the_strict_of_a_zip_only_refuses(drawn):
 
 ANY_ORDER = [
     "x in (a.b, None)", "x not in (1, 2)", "_KINDS = (1, 2)\nx in _KINDS", "min(a.b - 1, len(c), c[0] // 2)",
-    "jnp.minimum(a, b / 2)", "math.gcd(a, 8)", "x.swapaxes(1, 2)", "f(x).swapaxes(1, 2)",
+    "max(1, round(a / 0.5))", "jnp.minimum(a, b / 2)", "math.gcd(a, 8)", "x.swapaxes(1, 2)", "f(x).swapaxes(1, 2)",
     "def f():\n    kinds = (1, 2)\n    return x in kinds", "try:\n    pass\nexcept (OSError, np.Error):\n    pass",
 ]  # fmt: skip
 ONE_ORDER = {
@@ -138,6 +143,7 @@ ONE_ORDER = {
     "KINDS = (1, 2)\nx in KINDS": "(2, 1)", "_KINDS = (1, 2)\nx in _KINDS\nlist(_KINDS)": "(2, 1)",
     "isinstance(x, (int, str))": "isinstance((int, str), x)", "x.endswith((b, a), 1)": "x.endswith(1, (b, a))",
     "max(a, 0.5)": "max(0.5, a)", "min(a / 2, b)": "min(b, a / 2)", "max(a, g(b))": "max(g(b), a)",
+    "max(1, round(a, ndigits=2))": "max(round(a, ndigits=2), 1)", "max(1, a.round())": "max(a.round(), 1)",
     "min(a, b, key=f)": "min(b, a, key=f)", "np.min(a, b)": "np.min(b, a)",
 }  # fmt: skip
 

@@ -103,6 +103,35 @@ def test_the_schema_is_the_one_that_transformers_makes(function):
     Draft202012Validator.check_schema(theirs["function"]["parameters"])
 
 
+@pytest.mark.parametrize(
+    ("hint", "schema"),
+    [
+        (int | str, {"type": ["integer", "string"]}),
+        (str | int | None, {"type": ["integer", "string"], "nullable": True}),
+        (list | tuple, {"type": "array"}),
+        (int | None, {"type": "integer", "nullable": True}),
+        (int | Any, {"anyOf": [{"type": "integer"}, {}]}),
+        (list[int] | str, {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "string"}]}),
+        (tuple[int, str], {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}),
+        (dict[str, float], {"type": "object", "additionalProperties": {"type": "number"}}),
+        (Literal["x", 1, "y"], {"type": ["string", "integer"], "enum": ["x", 1, "y"]}),
+        (Colour, {"type": "string", "enum": [colour.value for colour in Colour]}),
+    ],
+    ids=str,
+)
+def test_the_schema_of_a_type_by_hand(hint, schema):
+    def function(x):
+        """Do it.
+
+        Args:
+            x: a word
+        """
+
+    function.__annotations__["x"] = hint
+    found = function_tool(function, "tool 1")["function"]["parameters"]["properties"]["x"]
+    assert found == schema | {"description": "a word"}
+
+
 def test_a_function_is_the_tool_that_its_schema_is():
     """In a prompt and for the parser, which types the arguments by it; a method has no parameter `self`."""
     parameters = {"type": "object", "properties": {"key": {"type": "string", "description": "a word"}}}

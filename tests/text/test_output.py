@@ -563,3 +563,8 @@ def test_each_repair_and_each_drop_is_one_line_in_order():
         texts = {kind: text for kind, _, _, _, text in found}
         assert (texts["arguments"], texts.get("content", "")) == (arguments, content), inner
         assert plain(reader.faults) == faults, inner
+
+
+def test_events_are_equal_without_the_schema_that_checks_them():
+    assert Event("tool_call", schema=None) == Event("tool_call", schema={"type": "object"}) == Event("tool_call")
+    assert Event("tool_call", name="a") != Event("tool_call", name="b")

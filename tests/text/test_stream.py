@@ -238,3 +238,12 @@ def test_each_id_is_looked_up_once(unchecked):
     for token in (-1, 3):
         with pytest.raises(ValueError, match=f"token id {token} is not in the vocabulary of 3 ids"):
             spelling.check_id(token)
+
+
+def test_what_each_id_writes_and_which_are_no_text():
+    """Bytes of each id, of the model's ids too that are none of the tokenizer's; these and special ones are apart."""
+    size = tokenizer("ByteLevel").vocab_size
+    written, special = tokenizer("ByteLevel").vocabulary_bytes(size + 2)
+    ids = byte_ids("ByteLevel", "é🦜".encode())
+    assert b"".join(written[token] for token in ids) == "é🦜".encode() and not special & set(ids)
+    assert len(written) == size + 2 and special >= {size, size + 1} and len(special) < size

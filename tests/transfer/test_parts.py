@@ -458,7 +458,7 @@ def test_a_sum_of_weights_changes_with_every_bit_and_place():
     sums += [weights_sum([*leaves[:i], leaf, *leaves[i + 1 :]]) for i, leaf in enumerate(changed)]
     assert len(set(sums)) == len(sums)
     assert weights_sum([*leaves, jax.random.key(0), "text"]) == sums[0] and len(sums[0]) == 16
-    assert int(sums[0][:8], 16) == 2 + 2 + 2 + 1
+    assert int(sums[0][:8], 16) == 2 + 2 + 2 + 1 and int(weights_sum([jnp.zeros((2, 999))])[:8], 16) == 1998
     with jax.enable_x64(True):  # numbers of 64 bits, of which each half counts
         wide = [np.array([2, 1], np.int64), np.array([1, 2]), np.array([2 + 2**32, 1]), np.array([2, 1 + 2**40])]
         assert len({weights_sum([jnp.asarray(each)]) for each in wide}) == 4
@@ -512,7 +512,8 @@ def test_a_transfer_is_given_up_after_silence_and_not_before():
     call = FakeCall()
     with client._Watch(call, 60.0, lambda: False):
         pass
-    assert call.is_cancelled.is_set()  # who leaves ends the call
+    assert call.is_cancelled.is_set()  # who leaves ends the call, and the watch with it
+    until(lambda: not any(thread.name == "m3jax transfer watch" for thread in threading.enumerate()), 5)
 
 
 def test_a_prompt_goes_to_the_prefiller_with_the_fewest(engine):
