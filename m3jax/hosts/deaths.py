@@ -23,8 +23,9 @@ _LOST_PROCESSES = re.compile(rb"unhealthy \(stopped sending heartbeats\):\s*(\d+
 _LOST_COORDINATOR = re.compile(rb"Failed to send RPC to coordination service|Socket closed|Connection reset")
 _SAME_NUMBER = re.compile(rb"(\d+) unexpectedly tried to connect with a different incarnation")
 _OF_SERVICE = re.compile(rb"coordination_service|JAX distributed service")
-# A line for each rank, from its beginning and to its end: those of several ranks are written in pieces, side by side.
-_OF_GLOO = re.compile(rb"\[Gloo\] Rank|connected peer ranks is")
+# A line for each rank, from its beginning and to its end: those of several ranks are written in pieces, side by side,
+# and then the end of one may be a line by itself.
+_OF_GLOO = re.compile(rb"\[Gloo\] Rank|connected peer ranks is|^\s*$")
 _PASS_ON_SECONDS = 0.5
 _last_word = threading.Lock()
 
@@ -60,7 +61,10 @@ class NativeOutput:
         return os.pread(self._file.fileno(), size, 0)
 
     def pass_on(self) -> None:
-        """Write what came since the last time to the standard error, but for what the service and Gloo say."""
+        """Write what came since the last time to the standard error, but for what the service and Gloo say.
+
+        Empty lines are left out too: they may be Gloo's.
+        """
         with self._lock:
             new = self.text()[self._passed :]
             new = new[: new.rfind(b"\n") + 1]  # whole lines: another thread may be in the middle of one

@@ -200,7 +200,7 @@ def test_native_output_is_passed_on_in_whole_lines(tmp_path):
         output.pass_on()
         assert (tmp_path / "stderr").read_bytes() == b"one\n"
         native.write(b"coordination_service says\n[Gloo] Rank [Gloo] Rank 2 is connected\n")
-        native.write(b"1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\nthree\nfour")
+        native.write(b"1 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n\nthree\nfour")
         output.pass_on()
     assert (tmp_path / "stderr").read_bytes() == b"one\nthree\n"
 
