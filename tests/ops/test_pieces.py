@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from support import tiny
 from support.pytrees import assert_settings_are_static
@@ -683,7 +683,7 @@ def test_embedding_and_head_on_a_mesh_are_those_of_one_device(sizes):
 @pytest.mark.parametrize("leading", [(3,), (1, 4), (2, 5)])
 def test_a_head_on_a_mesh_is_said_to_lie_by_words_before_few_logits_go_everywhere(leading, unchecked):
     """Whatever axes of tokens stand before the words. A mesh of devices that are not there: the program is traced."""
-    mesh = AbstractMesh((1, 1, 1, 2), AXES)
+    mesh = AbstractMesh((1, 1, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4)
     how = Divided(Compute(mesh=mesh), True)
     shapes = jax.ShapeDtypeStruct((*leading, 3), F32), jax.ShapeDtypeStruct((8, 3), F32)
     traced = jax.make_jaxpr(how.unembed)(*shapes).jaxpr
