@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from support import msa_reference as reference
 from support.pytrees import assert_settings_are_static
 from support.shares import AXIS, BLOCKS, KV_HEADS, QUICK, SIZE, WIDTH, devices_map, normal, shared_memory
@@ -206,6 +207,17 @@ def test_parts_of_devices_are_added_in_the_order_of_the_devices():
     others = {tuple(np.ravel(sum(parts[np.array(order)]))) for order in itertools.permutations(range(4))}
     assert len(others) > 2
     np.testing.assert_array_equal(found, np.tile(in_order, (4, 1, 1)))
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_a_gradient_passes_a_sum_over_devices():
+    """As it passes an all-reduce: a mesh is trained in the invariant mode too."""
+    parts, factors = normal(4, 3), normal(3, seed=1)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    add = lambda part: sum_over_devices(part[0] ** 2, ("a", "b"))
+    on_mesh = jax.shard_map(add, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(), check_vma=False)
+    found = jax.jit(jax.grad(lambda parts: jnp.sum(factors * on_mesh(parts))))(parts)
+    np.testing.assert_allclose(found, 2 * parts * factors, rtol=1e-6)
 
 
 def test_joined_blocks_are_those_of_whole_rows():
