@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import wraps
 
 import jax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from m3jax.execution import plain
 from m3jax.execution.fast import Fast
@@ -51,6 +51,10 @@ class Tiled(Fast):
 
     def unembed(self, hidden, head):
         """Return logits, by one product a tile."""
-        product = lambda hidden: einsum("xd,vd->xv", hidden, head)
+        product = lambda tile: self.logits_of_tile(tile, head)
         rows = hidden.reshape(-1, hidden.shape[-1])
         return by_tiles(product, self.compute.token_tile, rows).reshape(*hidden.shape[:-1], -1)
+
+    def logits_of_tile(self, hidden: Float[Array, "X D"], head: Float[Array, "V D"]) -> Float[Array, "X V"]:
+        """Return the logits of one tile."""
+        return einsum("xd,vd->xv", hidden, head)

@@ -10,9 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.execution.divided import divided_layer
 from m3jax.execution.tiled import Tiled
-from m3jax.numerics import einsum, sum_over_devices
+from m3jax.numerics import sum_over_devices
 from m3jax.parallel import spec
-from m3jax.tiles import by_tiles
 
 
 def with_even_columns(
@@ -53,18 +52,20 @@ class TiledOverMesh(Tiled):
         return super().experts(x, *choices, matrices, activate, shared, scale)
 
     def unembed(self, hidden, head):
-        """Return logits on every device, tile by tile: each multiplies its part of the vocabulary."""
+        """Return logits on every device, tile by tile."""
+        return self._whole(super().unembed(hidden, head))
+
+    def logits_of_tile(self, hidden, head):
+        """Return the logits of one tile on every device: each multiplies its part of the vocabulary."""
         mesh = self.compute.mesh
         head_spec = P(*spec(head.shape, ("logits", None), mesh))
 
         def on_each_device(hidden, head):
-            logits = einsum("xd,vd->xv", hidden, head)
+            logits = super(TiledOverMesh, self).logits_of_tile(hidden, head)
             return logits if head_spec[0] is None else jax.lax.all_gather(logits, head_spec[0], axis=1, tiled=True)
 
         product = jax.shard_map(on_each_device, mesh=mesh, in_specs=(P(), head_spec), out_specs=P(), check_vma=False)
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        logits = by_tiles(lambda tile: product(self._whole(tile), head), self.compute.token_tile, rows)
-        return self._whole(logits.reshape(*hidden.shape[:-1], -1))
+        return product(self._whole(hidden), head)
 
     def _whole(self, arrays):
         """Return arrays with all of each on every device, however the compiler divides what reads them."""

@@ -182,10 +182,9 @@ def test_an_edited_snapshot_is_refused(match):
     assert source.pages == before
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_features_on_a_mesh_are_those_of_one_device():
     """Every device has all rows, and they stay where they were put."""
-    if jax.device_count() < 4:
-        pytest.skip(f"needs 4 devices, this process has {jax.device_count()}")
     found = []
     for mesh in (None, parse_mesh("data=2,tensor=2")):
         served = seeing_engine(model(mesh))
