@@ -55,13 +55,15 @@ format: $(VENV)/.test
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# pip is in the environment even where uv made it: the PyTorch step needs it.
+# pip is in the environment even where uv made it: the PyTorch step needs it. An older one than 25, as Python 3.11 brings,
+# takes three times the time to choose among what an index offers.
 $(PY):
 	@$(if $(UV)$(PYTHON),true,echo "m3jax needs Python 3.11 or newer: none was found as python3.11 or python3." \
 		"Install one, or name it: make PYTHON=/path/to/python" >&2; exit 1)
 	@$(if $(PYTHON),$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
 		"m3jax needs Python 3.11 or newer, and PYTHON=$(PYTHON) is %d.%d" % v[:2])',true)
 	$(if $(UV),$(UV) venv --quiet --seed --python $(or $(PYTHON),3.11),$(PYTHON) -m venv) $(VENV)
+	$(PIP_INSTALL) --quiet "pip>=25"
 
 # The demo chats and reads a picture.
 $(VENV)/.runtime: pyproject.toml | $(PY)
@@ -85,7 +87,7 @@ $(VENV)/.test: pyproject.toml requirements/test.txt | $(PY)
 	fi; \
 	if [ -n "$$locked" ]; then \
 		echo "installing requirements/test.txt"; \
-		$(INSTALL) --quiet --require-hashes --requirement requirements/test.txt; \
+		$(INSTALL) --quiet --no-deps --require-hashes --requirement requirements/test.txt; \
 		$(INSTALL) --quiet --no-deps --no-build-isolation --editable .; \
 	else \
 		echo "installing m3jax[$$extras]"; \
