@@ -2,9 +2,8 @@
 
 import json
 
-import openai
 import pytest
-from support.serving import CALL, NAME, NS
+from support.serving import CALL, NAME, NS, clients
 
 TOOLS = [
     {
@@ -173,7 +172,7 @@ def test_limits(scripted):
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
     for most in (512_000, 524_288):
         assert ask(server, max_tokens=most).choices[0].finish_reason == "stop"
-    with pytest.raises(openai.BadRequestError, match="4096") as raised:
+    with pytest.raises(clients.openai.BadRequestError, match="4096") as raised:
         ask(server, messages=[{"role": "user", "content": "long " * 5000}])
     assert raised.value.code == "context_length_exceeded" and raised.value.param == "messages"
 
@@ -276,7 +275,7 @@ def test_bad_fields(scripted, fields, field):
     """A wrong value is 400 with the field's name, whether or not the answer would have been a stream."""
     server, _ = scripted
     for stream in (False, True) if "stream_options" not in fields else (False,):
-        with pytest.raises(openai.BadRequestError) as raised:
+        with pytest.raises(clients.openai.BadRequestError) as raised:
             ask(server, stream=stream, **fields)
         assert raised.value.param == field and raised.value.type == "invalid_request_error"
         assert (field or "seed") in raised.value.message

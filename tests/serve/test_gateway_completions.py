@@ -5,11 +5,10 @@ import itertools
 import json
 from types import SimpleNamespace
 
-import openai
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from support.embedded import TOKENIZER
-from support.serving import NAME
+from support.serving import NAME, clients
 
 from m3jax.serve.gateway.completions import completions, fields_of_completions
 from m3jax.serve.gateway.fields import Fields
@@ -187,7 +186,7 @@ def test_echo_and_logprobs(scripted):
 )
 def test_bad_fields(scripted, fields, name):
     server, _ = scripted
-    with pytest.raises(openai.BadRequestError) as raised:
+    with pytest.raises(clients.openai.BadRequestError) as raised:
         server.openai.completions.create(**{"model": NAME, "prompt": "a"} | fields)
     assert raised.value.param == name
 
@@ -196,7 +195,7 @@ def test_one_of_several_is_refused(scripted):
     """The others end with it, and nothing is left running."""
     server, worker = scripted
     seed = {"seed": 666}
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(clients.openai.BadRequestError):
         server.openai.completions.create(model=NAME, prompt=["a"] * 50, **seed)
     assert not worker.requests
 
@@ -219,5 +218,5 @@ def test_tokenize(scripted):
     assert '"eos_token":"[e~["' in info and "chat_template" in info
     assert server.openai.models.list().data[0].id == NAME
     assert server.openai.models.retrieve(NAME).id == NAME
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(clients.openai.NotFoundError):
         server.openai.models.retrieve("other")

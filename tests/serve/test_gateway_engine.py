@@ -9,10 +9,9 @@ from functools import partial
 from importlib.resources import files
 
 import numpy as np
-import openai
 import pytest
 from support.embedded import TOKENIZER
-from support.serving import Running, running
+from support.serving import Running, clients, running
 from support.workers import new_worker
 
 from m3jax.decoding.score import score_with_top
@@ -181,7 +180,7 @@ def test_client_that_leaves_frees_its_pages(engine_server):
     assert on_engine(worker, lambda: worker.engine.pages["used"]) > 0
     stream.close()
     wait_for(lambda: on_engine(worker, lambda: worker.engine.pages["used"]) == 0)
-    with pytest.raises(openai.APITimeoutError):
+    with pytest.raises(clients.openai.APITimeoutError):
         server.openai.with_options(timeout=0.3).chat.completions.create(
             model="tiny", messages=HI, max_tokens=450, extra_body={"ignore_eos": True}
         )

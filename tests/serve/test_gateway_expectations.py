@@ -12,12 +12,10 @@ import time
 import tomllib
 from pathlib import Path
 
-import anthropic
 import numpy as np
-import openai
 import pytest
 from support.media import image_file, picture
-from support.serving import CALL, NAME, running
+from support.serving import CALL, NAME, clients, running
 from support.serving import ScriptedWorker as Worker
 
 from m3jax.serve.gateway import http as http_module
@@ -180,10 +178,10 @@ def test_a_bad_key_in_each_protocol():
     """401 in the words of both, whatever is wrong with the key."""
     with running(Worker(), Settings(api_key="right")) as server:
         for key in ("", "wrong", "Right", "rightt"):
-            with pytest.raises(openai.AuthenticationError) as raised:
+            with pytest.raises(clients.openai.AuthenticationError) as raised:
                 server.openai.with_options(api_key=key or "x").models.list()
             assert raised.value.code == "invalid_api_key"
-            with pytest.raises(anthropic.AuthenticationError) as raised:
+            with pytest.raises(clients.anthropic.AuthenticationError) as raised:
                 server.anthropic.with_options(api_key=key or "x").messages.create(model=NAME, max_tokens=5, messages=HI)
             assert raised.value.body["error"]["type"] == "authentication_error"
         assert server.openai.with_options(api_key="right").models.list().data[0].id == NAME
@@ -216,7 +214,7 @@ def test_places_come_back_when_clients_are_gone():
             streams = [ask(server, stream=True) for _ in range(2)]
             for stream in streams:
                 next(iter(stream))
-            with pytest.raises(openai.RateLimitError) as raised:
+            with pytest.raises(clients.openai.RateLimitError) as raised:
                 ask(server)
             assert raised.value.response.headers["retry-after"] == "1"
             for stream in streams:

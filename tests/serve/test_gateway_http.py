@@ -8,10 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from urllib.parse import urlsplit
 
-import anthropic
-import openai
 import pytest
-from support.serving import NAME, Running, ScriptedWorker, running
+from support.serving import NAME, Running, ScriptedWorker, clients, running
 
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.gateway import Settings
@@ -53,9 +51,9 @@ def test_key_and_limits():
             assert found["www-authenticate"] == "Bearer"
         assert server.ask("/v1/models")[0] == server.ask("/metrics")[0] == 401
         assert server.ask("/health")[0] == server.ask("/")[0] == 200
-        with pytest.raises(anthropic.AuthenticationError):
+        with pytest.raises(clients.anthropic.AuthenticationError):
             server.anthropic.messages.create(model=NAME, max_tokens=5, messages=HI)
-        with pytest.raises(openai.AuthenticationError):
+        with pytest.raises(clients.openai.AuthenticationError):
             server.openai.models.list()
         status, _, text = server.ask(CHAT, "x" * 2001, headers=key)
         assert (status, json.loads(text)["error"]["code"]) == (413, "request_too_large")
@@ -117,7 +115,7 @@ def test_unknown_paths(scripted):
     status, _, text = server.ask("/v1/embeddings", {"input": "a"})
     assert status == 404 and json.loads(text)["error"]["type"] == "not_found_error"
     assert server.ask(CHAT, method="GET")[0] == 405
-    with pytest.raises(openai.NotFoundError) as raised:
+    with pytest.raises(clients.openai.NotFoundError) as raised:
         server.openai.chat.completions.create(model="other", messages=HI)
     assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
 
@@ -166,7 +164,7 @@ def test_error_within_a_stream(scripted):
     worker.Generate = fail
     try:
         stream = server.openai.chat.completions.create(model=NAME, messages=HI, stream=True)
-        with pytest.raises(openai.APIError, match="failed"):
+        with pytest.raises(clients.openai.APIError, match="failed"):
             list(stream)
     finally:
         del worker.Generate

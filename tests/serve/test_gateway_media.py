@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import openai
 import pytest
 from smg_grpc_proto.generated import common_pb2
 from support.embedded import TOKENIZER
 from support.media import clip, image_file, picture, video_file
-from support.serving import NAME, ScriptedWorker, running
+from support.serving import NAME, ScriptedWorker, clients, running
 
 from m3jax.media import PlaceholderIds, process_image, process_video
 from m3jax.serve.gateway import sources as sources_module
@@ -98,7 +97,7 @@ def test_what_a_worker_gets(scripted):
 )
 def test_refused(scripted, parts, says):
     server, worker = scripted
-    with pytest.raises(openai.BadRequestError, match=says) as raised:
+    with pytest.raises(clients.openai.BadRequestError, match=says) as raised:
         server.openai.chat.completions.create(model=NAME, messages=shown(*parts))
     assert raised.value.param == "messages" and not worker.requests
     assert "root:" not in raised.value.message  # nothing of a file comes back

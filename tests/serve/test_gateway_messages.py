@@ -1,9 +1,8 @@
 """POST /v1/messages, as Anthropic's own client sees it."""
 
-import anthropic
 import pytest
 from support.embedded import TOKENIZER
-from support.serving import CALL, NAME
+from support.serving import CALL, NAME, clients
 
 TOOLS = [
     {"name": "get_weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}},
@@ -121,7 +120,7 @@ def test_count_tokens(scripted):
 )
 def test_bad_fields(scripted, fields, name):
     server, _ = scripted
-    with pytest.raises(anthropic.BadRequestError) as raised:
+    with pytest.raises(clients.anthropic.BadRequestError) as raised:
         ask(server, **fields)
     assert raised.value.body["type"] == "error"
     assert raised.value.body["error"]["type"] == "invalid_request_error" and name in raised.value.message
@@ -129,6 +128,6 @@ def test_bad_fields(scripted, fields, name):
 
 def test_unknown_model(scripted):
     server, _ = scripted
-    with pytest.raises(anthropic.NotFoundError):
+    with pytest.raises(clients.anthropic.NotFoundError):
         ask(server, model="other")
     assert server.anthropic.models.list().data[0].id == NAME

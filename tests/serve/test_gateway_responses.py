@@ -2,10 +2,9 @@
 
 import json
 
-import openai
 import pytest
 from support.embedded import TOKENIZER
-from support.serving import CALL, NAME
+from support.serving import CALL, NAME, clients
 
 from m3jax.serve.gateway.responses import _Items
 from m3jax.text import Event
@@ -110,6 +109,6 @@ def test_cut(scripted):
 )
 def test_bad_fields(scripted, fields, name):
     server, _ = scripted
-    with pytest.raises(openai.BadRequestError) as raised:
+    with pytest.raises(clients.openai.BadRequestError) as raised:
         server.openai.responses.create(**{"model": NAME, "input": "Hi"} | fields)
     assert raised.value.param == name

@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import openai
 import pytest
-from support.serving import NAME, ScriptedWorker, running
+from support.serving import NAME, ScriptedWorker, clients, running
 
 from m3jax.serve.gateway import workers as workers_module
 from m3jax.serve.gateway.workers import LocalWorker, RemoteWorker, Workers
@@ -76,7 +75,9 @@ def test_two_workers(monkeypatch, unchecked):
         assert len(other.requests) == 1
         first.gate.set()
         list(held)
-        with pytest.raises(openai.BadRequestError, match="seed"):  # a refusal over gRPC has its field's name too
+        with pytest.raises(
+            clients.openai.BadRequestError, match="seed"
+        ):  # refused over gRPC by its name too
             ask(server, "Hi", seed=666)
         # The first is killed within a stream: the client gets an error, and the second one serves all.
         first.gate, first.script = threading.Event(), lambda request, index: "One sentence that is long enough. " * 4
@@ -86,7 +87,7 @@ def test_two_workers(monkeypatch, unchecked):
         index = scripted.index(first)
         grpc_server, port = served[index]
         servers.run(grpc_server.stop(0))
-        with pytest.raises(openai.APIError, match="lost"):
+        with pytest.raises(clients.openai.APIError, match="lost"):
             list(held)
         before = len(other.requests)
         assert ask(server, f"{LONG} And now?").choices[0].message.content == "All is well."

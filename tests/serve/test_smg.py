@@ -17,10 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import openai
 import pytest
 from support.embedded import TOKENIZER
 from support.media import image_file
+from support.serving import clients
 from support.workers import SHAPE, collect, generate_request, settled, text_model
 
 from m3jax.assets import embedded_path
@@ -51,7 +51,7 @@ TOOLS = [
 class Behind:
     """SMG with its workers."""
 
-    client: openai.OpenAI
+    client: "openai.OpenAI"
     workers: list[Worker]
     running: asyncio.AbstractEventLoop
 
@@ -124,7 +124,7 @@ def behind(tmp_path_factory) -> Iterator[Behind]:
         started = [do(start(worker)) for worker in workers]
         with (
             smg([f"grpc://127.0.0.1:{port}" for _, port in started], folder) as url,
-            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+            clients.openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
         ):
             yield Behind(client, workers, running)
         for (server, _), worker in zip(started, workers, strict=True):
@@ -168,7 +168,7 @@ def test_smg_streams_a_forced_tool_call(behind, choice):
 
 def test_smg_refuses_what_the_worker_refuses(behind):
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}}}
-    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+    with pytest.raises(clients.openai.BadRequestError, match="uniqueItems"):
         behind.chat("What is it?", response_format=format)
 
 

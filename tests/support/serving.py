@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import anthropic
 import numpy as np
-import openai
 import uvicorn
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from support.embedded import TOKENIZER
@@ -26,6 +25,10 @@ from m3jax.serve.gateway.loading import open_gateway
 from m3jax.serve.gateway.sources import Sources
 from m3jax.serve.gateway.workers import LocalWorker
 
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+
 EOS = 1
 NAME = "scripted"
 PATIENCE = 240  # seconds a client waits: a first request compiles, on a busy machine for minutes
@@ -34,6 +37,25 @@ CALL = (
     f'{NS}<tool_call>\n{NS}<invoke name="get_weather">{NS}<city>Paris, the city of light{NS}</city>{NS}</invoke>'
     f'{NS}<invoke name="get_time">{NS}</invoke>{NS}</tool_call>'
 )
+
+
+class Clients:
+    """The servers' clients, of a thousand modules each: imported by the first test that speaks to a server."""
+
+    @cached_property
+    def openai(self) -> ModuleType:
+        import openai
+
+        return openai
+
+    @cached_property
+    def anthropic(self) -> ModuleType:
+        import anthropic
+
+        return anthropic
+
+
+clients = Clients()
 
 
 @dataclass
@@ -135,12 +157,12 @@ class Running:
     loop: asyncio.AbstractEventLoop
 
     @cached_property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE)
+    def openai(self) -> "openai.OpenAI":
+        return clients.openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE)
 
     @cached_property
-    def anthropic(self) -> anthropic.Anthropic:
-        return anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0, timeout=PATIENCE)
+    def anthropic(self) -> "anthropic.Anthropic":
+        return clients.anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0, timeout=PATIENCE)
 
     def close(self) -> None:
         for name in ("openai", "anthropic"):
