@@ -5,10 +5,12 @@ from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
+from support.fake_model import FakeModel
 
 from m3jax import model as m3_model
 from m3jax.decoding import Engine, Params, Sampling, Storage, Work, build_engine, engine_for, sampling
@@ -107,6 +109,7 @@ def test_a_request_may_use_up_all_that_there_is_room_for():
         (dict(sampling=Sampling(bad_words=[(1,), (2,)])), "bad_words has 2 words: there is room for 1"),
         (dict(top_logprobs=6), "top_logprobs = 6: this engine gives 5 (max_top_logprobs)"),
         (dict(prompt_logprobs=6), "prompt_logprobs = 6: this engine gives 5"),
+        (dict(top_logprobs=6, prompt_logprobs=7), "top_logprobs = 6"),
     ):  # fmt: skip
         assert message in refusal(checks.check_room, (1, 2, 3), replace(full, **changes), 7, SHAPES)
     least = replace(SHAPES, stop_ids=0, biases=0, bad_words=0, top_logprobs=0)
@@ -136,6 +139,26 @@ def test_groups_priorities_and_deadlines(unchecked):
           for deadline in (0, -1.0, float("inf"), float("nan"), True, "1")],
     ):  # fmt: skip
         assert message in refusal(checks.check_order, *given)
+
+
+def test_a_model_in_place_of_another_has_its_parameters(unchecked):
+    """All of them and no other, of the same shape, dtype and device, computed in the same way."""
+    model = FakeModel.random()
+    of = lambda **changes: refusal(checks.check_same_shapes, model, replace(model, **changes))
+    assert not of() and not of(head=model.head + 1)
+    assert of(embed=None) == "the new model lacks the parameter .embed: make a new engine"
+    lacking = replace(model, head=None)
+    message = "the new model has a parameter .head that the engine's model lacks: make a new engine"
+    assert refusal(checks.check_same_shapes, lacking, model) == message
+    found = of(head=jnp.zeros((3, 2), jnp.bfloat16))
+    assert found.startswith("parameter .head of the new model is bfloat16 (3, 2), and the engine's is float32 (64, 16)")
+    for other in (jnp.zeros((3, 2)), model.head.astype(jnp.bfloat16)):
+        assert "parameter .head of the new model is" in of(head=other)
+    assert "the new model is computed in another way" in of(config=replace(model.config, index_topk_blocks=3))
+    assert "model is a int, which an engine cannot serve" in refusal(checks.check_same_shapes, model, 3)
+    if jax.device_count() > 1:
+        elsewhere = jax.device_put(model.embed, jax.devices()[1])
+        assert "parameter .embed of the new model lies on other devices" in of(embed=elsewhere)
 
 
 def test_a_pool_has_room_for_the_pages_of_a_call():
@@ -363,6 +386,82 @@ def test_counters_of_host_memory(unchecked):
     )
     none = SimpleNamespace(hits=array(0), misses=array(0), moved=array(0), k=np.zeros(0), v=np.zeros(0))
     assert offload_counters(host, (None, none))["hit_rate"] == 0
+
+
+def test_a_call_s_tokens_are_counted_where_they_belong(unchecked):
+    """A request that ended in the call before has none; the first one of a request counts as its prompt's."""
+    rows, taken, none = [2, 0, None], [], np.zeros((3, 2), np.int32)
+    requests = [Request(i, (1, 2), params(9), row=row, cached=5 + i) for i, row in enumerate(rows)]
+    requests[0].new = [7]
+    given = scheduler.Scheduler.__new__(scheduler.Scheduler)
+    given.timings, given.drafting = Timings(), Drafting(2)
+    given._take_tokens = lambda request, new, index, end: taken.append((request.handle, index, end))
+    given.runner = SimpleNamespace(read=lambda new: new)
+    accepted = np.int32([[2, 1], [9, 9], [3, 0]])
+    drafting = DraftCounts(np.int32([3, 9, 4]), np.int32([6, 9, 5]), accepted)
+    new = SimpleNamespace(counts=np.int32([4, 9, 3]), drafting=drafting, tokens=none)
+    given._take_flight(scheduler.Flight(new, requests))
+    assert taken == [(0, 2, 8), (1, 0, 10)] and given.timings.decoded_tokens == 3 + 4 - 1
+    assert [(request.drafted, request.accepted) for request in requests] == [(5, 3), (6, 3), (0, 0)]
+    assert given.drafting.forwards == 16 and given.drafting.accepted == (14, 10)
+    given._take_flight(scheduler.Flight(new, requests[:1]))
+    assert (requests[0].drafted, requests[0].accepted, given.timings.decoded_tokens) == (10, 6, 9)
+    new.drafting, new.counts = None, np.int32([0, 0, 0])
+    given._take_flight(scheduler.Flight(new, requests[1:]))
+    assert given.timings.decoded_tokens == 9 and given.drafting.forwards == 32 and taken[-1] == (1, 0, 6)
+
+
+def test_seconds_of_a_round_are_those_of_its_two_halves(monkeypatch, unchecked):
+    clock = iter([10.0, 12.5, 20.0, 21.0, 30.0, 34.0, 40.0, 48.0])
+    monkeypatch.setattr(scheduler, "perf_counter", lambda: next(clock))
+    given, done = scheduler.Scheduler.__new__(scheduler.Scheduler), []
+    given.timings, given.features, given.shapes = Timings(), None, SHAPES
+    given._flight, given._dispatches_ahead, given._has_sharers = None, False, False
+    given._is_turn_of_shortest, given._draft_lead = False, 0
+    request = Request(0, (1, 2, 3), params(9), row=0, cached=1)
+    given.request_of_row = [request]
+    given._reserve = lambda request, count: done.append(("room", count))
+    given._part = lambda request, count: SimpleNamespace(wants_scores=False)
+    given._commit = lambda request, end: setattr(request, "cached", end)
+    given._take_tokens = lambda request, new, index, end: done.append((int(new.tokens[index, 0]), end))
+    new = SimpleNamespace(scores=None, tokens=np.int32([[8]]), stop_reasons=np.int32([0]))
+    monkeypatch.setattr(scheduler, "on_host", lambda new: new)
+    start_row = lambda *given: done.append(given)
+    given.runner = SimpleNamespace(prefill=lambda parts, width: new, start_row=start_row)
+    given.prefill(decode_follows=False)
+    assert done == [("room", 2), (0, 0, 3, 8), (8, 3)] and request.is_decoding and given._is_turn_of_shortest
+    assert (given.timings.prefill_seconds, given.timings.prompt_tokens) == (2.5, 2)
+    given._launch = lambda: done.append("launched")
+    given.decode()
+    assert done[3:] == [("room", 4), "launched"] and given.timings.decode_seconds == 1.0
+    given.decode()
+    assert (given.timings.prefill_seconds, given.timings.decode_seconds) == (2.5, 5.0)
+    request.is_decoding, request.cached = False, 2
+    given.prefill(decode_follows=False)
+    assert (given.timings.prefill_seconds, given.timings.prompt_tokens) == (10.5, 3)
+
+
+def test_one_token_behind_what_is_cached_starts_without_prefill(unchecked):
+    """As many rows at once as prompts share a call; not with a draft, nor an image's feature, nor from nothing."""
+    given, started = scheduler.Scheduler.__new__(scheduler.Scheduler), []
+    given.shapes, given.timings = replace(SHAPES, prompts=2), Timings()
+    given._part = lambda request, count: (request.handle, count)
+    given.runner = SimpleNamespace(start_rows=started.append)
+    segment = SimpleNamespace(is_in=lambda start, stop: start <= 2 < stop)
+    request = lambda handle, cached, **more: Request(handle, (1, 2, 3), params(), row=handle, cached=cached, **more)
+    given.request_of_row = [
+        request(0, 2), request(1, 1), request(2, 2, segments=(segment,)), request(3, 2), None,
+        request(4, 2, priority=1), request(5, 2, is_decoding=True), Request(6, (1,), params(), row=7),
+    ]  # fmt: skip
+    given._start_rows()
+    assert started == [[(4, 1), (0, 1)], [(3, 1)]] and given.timings.prompt_tokens == 3
+    assert [r.handle for r in given.request_of_row if r and r.is_decoding] == [0, 3, 4, 5]
+    for r in given.request_of_row:
+        if r:
+            r.is_decoding = False
+    given.shapes = replace(SHAPES, draft_tokens=1)
+    given._start_rows()
+    assert len(started) == 2 and not any(r.is_decoding for r in given.request_of_row if r)
 
 
 # Requests
