@@ -1,8 +1,12 @@
 """The pieces of an engine's host by themselves: checks at their limits, reports, requests, features, steering."""
 
+import gc
 import inspect
+import threading
+import time
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -13,10 +17,11 @@ from support import tiny
 from support.fake_model import FakeModel
 
 from m3jax import model as m3_model
+from m3jax.cache import PageAllocator
 from m3jax.decoding import Engine, Params, Sampling, Storage, Work, build_engine, engine_for, sampling
 from m3jax.decoding.device import PROGRAMS, scores, state
 from m3jax.decoding.device.compiler_options import CPU_DECODE_OPTIONS, CPU_PREFILL_OPTIONS, OPTIONS, STEP_OPTIONS
-from m3jax.decoding.engine import checks, definition, media, scheduler, sealed
+from m3jax.decoding.engine import checks, compiling, definition, media, scheduler, sealed
 from m3jax.decoding.engine import engine as engines
 from m3jax.decoding.engine import runner as runners
 from m3jax.decoding.engine.exchange import PAGES_A_CALL
@@ -462,6 +467,148 @@ def test_one_token_behind_what_is_cached_starts_without_prefill(unchecked):
     given.shapes = replace(SHAPES, draft_tokens=1)
     given._start_rows()
     assert len(started) == 2 and not any(r.is_decoding for r in given.request_of_row if r)
+
+
+def test_so_many_programs_are_compiled_at_once(monkeypatch):
+    """Half as many as there are cores, and two at least."""
+    for cores, expected in ((1, 2), (2, 2), (4, 2), (5, 2), (6, 3), (9, 4), (64, 32)):
+        monkeypatch.setattr(compiling.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
+        assert compiling._threads() == expected
+
+
+def test_nothing_more_is_compiled_once_a_program_fails(monkeypatch, unchecked):
+    """The first error in the order of the calls is raised, and what has not begun is left out."""
+    monkeypatch.setattr(compiling, "_threads", lambda: 1)
+    done, may_fail = [], threading.Event()
+
+    def call(name, fails=False):
+        def compile():
+            may_fail.wait(10)
+            if name == "c":
+                time.sleep(0.3)  # in which what follows is taken back
+            done.append(name)
+            if fails:
+                raise RuntimeError(name)
+
+        def jitted(number, letter):
+            raise AssertionError("it is compiled, and not run")
+
+        lowered = SimpleNamespace(lower=lambda: SimpleNamespace(compile=compile))
+        jitted.trace = lambda number, letter: lowered if (number, letter) == (1, "x") else None
+        return partial(jitted, 1, letter="x")
+
+    calls = [call("a"), call("b", fails=True), *(call(name) for name in "cdefgh")]
+    with pytest.raises(RuntimeError, match=r"^b$"):
+        compiling.compile_all(calls, meanwhile=may_fail.set)
+    assert done in (["a", "b"], ["a", "b", "c"]) and gc.isenabled()
+    may_fail.set()
+    done.clear()
+    compiling.compile_all([call("a"), call("c")])
+    assert done == ["a", "c"]
+
+
+# Rows, pages and features without a device
+
+
+def a_scheduler(pages: int, features: FeatureRows | None = None, **shapes) -> scheduler.Scheduler:
+    """A scheduler over a runner that only notes what it is asked for; pages have four tokens."""
+    of_runner = replace(SHAPES, **shapes)
+    note = lambda name: lambda *given: noted.append((name, *given))
+    names = ("read_segment", "write_pages", "copy_pages", "clear_row", "set_pages")
+    noted, table = [], np.zeros((of_runner.batch, 8), np.int32)
+    runner = SimpleNamespace(shapes=of_runner, table=table, noted=noted, **{name: note(name) for name in names})
+    return scheduler.Scheduler(runner, PageAllocator(pages, 4), features, dispatch_ahead=False)
+
+
+def test_a_request_with_a_row_remembers_no_comparison(unchecked):
+    """How its prompt begins beside those of others is held while it waits, for whom it waits for."""
+    served = a_scheduler(20)
+    prompts = [tuple(range(12)), (*range(9), 30, 31), (40, 41, 42)]
+    first, second, third = (Request(i, p, params(), prompt_keys=p) for i, p in enumerate(prompts))
+    served.waiting = [first, second]
+    served.admit()
+    assert (first.row, second.row, second.common) == (0, None, {0: 9}) and served._has_sharers
+    first.is_decoding = True
+    served.waiting.append(third)
+    served.admit()
+    assert (second.row, second.common, third.row) == (1, {}, None) and not served._has_sharers
+    assert [call[0] for call in served.runner.noted] == ["set_pages", "set_pages"]
+
+
+def placed_at(number: int, first: int, features: int) -> PlacedSegment:
+    patches = np.zeros((4 * features, 3), np.float32)
+    places = np.arange(first, first + features, dtype=np.int32)
+    return PlacedSegment(Segment(patches, (1, 2, 2 * features), False), places, number)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "expected", "later"),
+    [
+        # patches of the tower's calls; features that the device keeps; what is read, and what in the next round
+        ((8, 32), 20, [10, 20, 30], []),
+        ((8, 16), 20, [10, 20], [30]),
+        ((8,), 20, [10], [20]),
+        ((8, 32), 3, [10], []),
+        ((8, 32), 5, [10, 20], []),
+    ],
+)
+def test_features_are_read_for_the_oldest_prompt_first(sizes, rows, expected, later, unchecked):
+    """Of its next chunk, as many as a call of the tower holds and as there is room for; none that is there already."""
+    served = a_scheduler(20, FeatureRows(rows), media_patches=sizes, media_tokens=rows, chunks=(8,))
+    older = Request(0, tuple(range(30)), params(), row=1, segments=(placed_at(10, 2, 2), placed_at(40, 20, 2)))
+    younger = Request(1, tuple(range(30)), params(), row=0, segments=(placed_at(20, 1, 2), placed_at(30, 5, 2)))
+    served.request_of_row = [younger, older]
+    served.read_media()
+    found = {placed.number: taken.tolist() for _, placed, size, taken in served.runner.noted if size == 8}
+    assert list(found) == expected
+    in_use = sorted(row for taken in found.values() for row in taken)
+    assert in_use == sorted(set(in_use)) and len(in_use) == 2 * len(expected)
+    assert served._has_features(older) and served._has_features(younger) == (len(expected) == 3)
+    assert served._feature_rows(older, 8).tolist() == [-1, -1, *found[10], -1, -1, -1, -1]
+    older.cached = 3
+    assert served._feature_rows(older, 4).tolist() == [found[10][1], -1, -1, -1]
+    served.runner.noted.clear()
+    served.read_media()
+    assert [placed.number for _, placed, *_ in served.runner.noted] == later
+
+
+def test_a_call_of_the_tower_reads_no_more_than_the_largest_one(unchecked):
+    """What follows waits for the next round, though it would fit a smaller call."""
+    served = a_scheduler(20, FeatureRows(20), media_patches=(8, 16, 24), media_tokens=20, chunks=(16,))
+    segments = placed_at(10, 0, 4), placed_at(20, 4, 4), placed_at(30, 8, 1)
+    served.request_of_row = [Request(0, tuple(range(30)), params(), row=0, segments=segments), None]
+    for expected in ([(10, 16)], [(20, 16), (30, 8)], []):
+        served.read_media()
+        assert [(placed.number, size) for _, placed, size, _ in served.runner.noted] == expected
+        served.runner.noted.clear()
+
+
+@pytest.mark.parametrize("known", [0, 3, 4, 32, 36])
+@pytest.mark.parametrize("count", [37, 40])
+def test_pages_that_come_are_written_but_for_those_that_are_known(known, count, unchecked):
+    """In groups, of which those that are known whole are left out; of a page known in part nothing is known."""
+    served, keys = a_scheduler(40), tuple(range(100, 100 + count))
+    if known:
+        other = served.pages.add((*keys[:known], 0))[0]
+        served.pages.extend(other, known)
+        served.pages.commit(other, keys[:known])
+    whole, contents = known // 4, ["group 0", "group 1"]
+    with pytest.raises(scheduler.UnknownPages, match=f"{count} tokens were left out .* and {4 * whole} are known here"):
+        served.receive(keys, contents, left_out=count)
+    served.runner.noted.clear()
+    handle = served.receive(keys, contents, left_out=4 * whole)
+    table = served.pages.table(handle, 10).tolist()
+    skipped = whole // PAGES_A_CALL
+    expected = [*[-1] * whole, *table[whole:]][skipped * PAGES_A_CALL :]
+    assert served.runner.noted == [
+        ("copy_pages", []), ("write_pages", expected, contents[skipped:], keys[skipped * PAGES_A_CALL * 4 :])
+    ]  # fmt: skip
+    assert served.pages.known((*keys, 0)) == count // 4 * 4
+    free = served.pages.statistics()["free"]
+    served.runner.write_pages = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        served.receive(tuple(range(500, 500 + count)), contents)
+    assert served.pages.statistics()["free"] == free and served.pages.known(tuple(range(500, 505))) == 0
 
 
 # Requests
