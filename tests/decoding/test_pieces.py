@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import itertools
 import threading
 import time
 from contextlib import nullcontext
@@ -215,6 +216,12 @@ def test_the_options_are_the_documented_ones(unchecked):
         assert f"{name} = 0: must be an integer of at least 1" in refusal(Work, **{name: 0})
     for name in ("max_biases", "max_bad_words", "max_top_logprobs"):
         assert f"{name} = -1: must be an integer of at least 0" in refusal(Work, **{name: -1})
+    for names in (
+        ("max_batch", "prefill_rows", "steps_per_call", "max_stop_ids"),
+        ("max_biases", "max_bad_words", "max_top_logprobs"),
+    ):  # of two that are wrong the first is named
+        for first, second in itertools.pairwise(names):
+            assert refusal(Work, **{second: -1, first: -1}).startswith(f"{first} = -1")
     assert "max_top_logprobs = 21: at most 20" in refusal(Work, max_top_logprobs=21)
     for name in ("pages", "max_length", "device_pages"):
         assert f"{name} = 0: must be" in refusal(Storage, **({"pages": 1} | {name: 0}))
@@ -802,6 +809,11 @@ def test_programs_are_compiled_under_their_names(programs, names, monkeypatch, u
     assert runner.warmup_sizes((16, 8, 8), (16,), watch) == any(is_new)
     texts = ("prefill of 2 x 8 and 16 tokens", "vision tower for 16 patches")
     assert watched == ([", ".join(text for text, new in zip(texts, is_new, strict=True) if new)] if any(is_new) else [])
+    if any(is_new):  # with what records and scores, though not all requests do
+        found = [("tower", 16)] if is_new[1] else []
+        widths = (8, 16) if is_new[0] else ()
+        found += [("prefill", (), w, r, scores) for w in widths for r in recordings for scores in (False, True)]
+        assert compiled[-1] == (found, None)
     assert not runner.warmup_sizes((8,), (16,), watch)
 
 
