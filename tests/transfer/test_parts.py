@@ -209,6 +209,7 @@ def test_pages_wait_for_a_slow_receiver_in_the_cache(reading, engine):
 def test_who_waits_is_told_that_there_is_more_to_come(reading, engine):
     """A second is the time for it, a sixtieth of what a receiver bears, who looks twenty times a second."""
     assert (prefilling.ALIVE_SECONDS, client.SILENCE_SECONDS, client._POLL_SECONDS) == (1.0, 60.0, 0.05)
+    assert (prefilling._MOST_READY, service._THREADS) == (32, 64)  # pages ahead of a receiver; transfers at once
     engine.may_read.clear()
     frames = reading.read(range(5), alive_seconds=0.01)
     assert [next(frames).kind for _ in range(3)] == ["hello", "alive", "alive"]
