@@ -1,20 +1,28 @@
 """The pieces of an engine's host by themselves: checks at their limits, reports, requests, features, steering."""
 
+import gc
 import inspect
+import itertools
+import threading
+import time
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
+from functools import partial
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
+from support.fake_model import FakeModel
 
 from m3jax import model as m3_model
+from m3jax.cache import PageAllocator
 from m3jax.decoding import Engine, Params, Sampling, Storage, Work, build_engine, engine_for, sampling
 from m3jax.decoding.device import PROGRAMS, scores, state
 from m3jax.decoding.device.compiler_options import CPU_DECODE_OPTIONS, CPU_PREFILL_OPTIONS, OPTIONS, STEP_OPTIONS
-from m3jax.decoding.engine import checks, definition, media, scheduler, sealed
+from m3jax.decoding.engine import checks, compiling, definition, media, scheduler, sealed
 from m3jax.decoding.engine import engine as engines
 from m3jax.decoding.engine import runner as runners
 from m3jax.decoding.engine.exchange import PAGES_A_CALL
@@ -107,6 +115,7 @@ def test_a_request_may_use_up_all_that_there_is_room_for():
         (dict(sampling=Sampling(bad_words=[(1,), (2,)])), "bad_words has 2 words: there is room for 1"),
         (dict(top_logprobs=6), "top_logprobs = 6: this engine gives 5 (max_top_logprobs)"),
         (dict(prompt_logprobs=6), "prompt_logprobs = 6: this engine gives 5"),
+        (dict(top_logprobs=6, prompt_logprobs=7), "top_logprobs = 6"),
     ):  # fmt: skip
         assert message in refusal(checks.check_room, (1, 2, 3), replace(full, **changes), 7, SHAPES)
     least = replace(SHAPES, stop_ids=0, biases=0, bad_words=0, top_logprobs=0)
@@ -136,6 +145,26 @@ def test_groups_priorities_and_deadlines(unchecked):
           for deadline in (0, -1.0, float("inf"), float("nan"), True, "1")],
     ):  # fmt: skip
         assert message in refusal(checks.check_order, *given)
+
+
+def test_a_model_in_place_of_another_has_its_parameters(unchecked):
+    """All of them and no other, of the same shape, dtype and device, computed in the same way."""
+    model = FakeModel.random()
+    of = lambda **changes: refusal(checks.check_same_shapes, model, replace(model, **changes))
+    assert not of() and not of(head=model.head + 1)
+    assert of(embed=None) == "the new model lacks the parameter .embed: make a new engine"
+    lacking = replace(model, head=None)
+    message = "the new model has a parameter .head that the engine's model lacks: make a new engine"
+    assert refusal(checks.check_same_shapes, lacking, model) == message
+    found = of(head=jnp.zeros((3, 2), jnp.bfloat16))
+    assert found.startswith("parameter .head of the new model is bfloat16 (3, 2), and the engine's is float32 (64, 16)")
+    for other in (jnp.zeros((3, 2)), model.head.astype(jnp.bfloat16)):
+        assert "parameter .head of the new model is" in of(head=other)
+    assert "the new model is computed in another way" in of(config=replace(model.config, index_topk_blocks=3))
+    assert "model is a int, which an engine cannot serve" in refusal(checks.check_same_shapes, model, 3)
+    if jax.device_count() > 1:
+        elsewhere = jax.device_put(model.embed, jax.devices()[1])
+        assert "parameter .embed of the new model lies on other devices" in of(embed=elsewhere)
 
 
 def test_a_pool_has_room_for_the_pages_of_a_call():
@@ -187,6 +216,12 @@ def test_the_options_are_the_documented_ones(unchecked):
         assert f"{name} = 0: must be an integer of at least 1" in refusal(Work, **{name: 0})
     for name in ("max_biases", "max_bad_words", "max_top_logprobs"):
         assert f"{name} = -1: must be an integer of at least 0" in refusal(Work, **{name: -1})
+    for names in (
+        ("max_batch", "prefill_rows", "steps_per_call", "max_stop_ids"),
+        ("max_biases", "max_bad_words", "max_top_logprobs"),
+    ):  # of two that are wrong the first is named
+        for first, second in itertools.pairwise(names):
+            assert refusal(Work, **{second: -1, first: -1}).startswith(f"{first} = -1")
     assert "max_top_logprobs = 21: at most 20" in refusal(Work, max_top_logprobs=21)
     for name in ("pages", "max_length", "device_pages"):
         assert f"{name} = 0: must be" in refusal(Storage, **({"pages": 1} | {name: 0}))
@@ -363,6 +398,224 @@ def test_counters_of_host_memory(unchecked):
     )
     none = SimpleNamespace(hits=array(0), misses=array(0), moved=array(0), k=np.zeros(0), v=np.zeros(0))
     assert offload_counters(host, (None, none))["hit_rate"] == 0
+
+
+def test_a_call_s_tokens_are_counted_where_they_belong(unchecked):
+    """A request that ended in the call before has none; the first one of a request counts as its prompt's."""
+    rows, taken, none = [2, 0, None], [], np.zeros((3, 2), np.int32)
+    requests = [Request(i, (1, 2), params(9), row=row, cached=5 + i) for i, row in enumerate(rows)]
+    requests[0].new = [7]
+    given = scheduler.Scheduler.__new__(scheduler.Scheduler)
+    given.timings, given.drafting = Timings(), Drafting(2)
+    given._take_tokens = lambda request, new, index, end: taken.append((request.handle, index, end))
+    given.runner = SimpleNamespace(read=lambda new: new)
+    accepted = np.int32([[2, 1], [9, 9], [3, 0]])
+    drafting = DraftCounts(np.int32([3, 9, 4]), np.int32([6, 9, 5]), accepted)
+    new = SimpleNamespace(counts=np.int32([4, 9, 3]), drafting=drafting, tokens=none)
+    given._take_flight(scheduler.Flight(new, requests))
+    assert taken == [(0, 2, 8), (1, 0, 10)] and given.timings.decoded_tokens == 3 + 4 - 1
+    assert [(request.drafted, request.accepted) for request in requests] == [(5, 3), (6, 3), (0, 0)]
+    assert given.drafting.forwards == 16 and given.drafting.accepted == (14, 10)
+    given._take_flight(scheduler.Flight(new, requests[:1]))
+    assert (requests[0].drafted, requests[0].accepted, given.timings.decoded_tokens) == (10, 6, 9)
+    new.drafting, new.counts = None, np.int32([0, 0, 0])
+    given._take_flight(scheduler.Flight(new, requests[1:]))
+    assert given.timings.decoded_tokens == 9 and given.drafting.forwards == 32 and taken[-1] == (1, 0, 6)
+
+
+def test_seconds_of_a_round_are_those_of_its_two_halves(monkeypatch, unchecked):
+    clock = iter([10.0, 12.5, 20.0, 21.0, 30.0, 34.0, 40.0, 48.0])
+    monkeypatch.setattr(scheduler, "perf_counter", lambda: next(clock))
+    given, done = scheduler.Scheduler.__new__(scheduler.Scheduler), []
+    given.timings, given.features, given.shapes = Timings(), None, SHAPES
+    given._flight, given._dispatches_ahead, given._has_sharers = None, False, False
+    given._is_turn_of_shortest, given._draft_lead = False, 0
+    request = Request(0, (1, 2, 3), params(9), row=0, cached=1)
+    given.request_of_row = [request]
+    given._reserve = lambda request, count: done.append(("room", count))
+    given._part = lambda request, count: SimpleNamespace(wants_scores=False)
+    given._commit = lambda request, end: setattr(request, "cached", end)
+    given._take_tokens = lambda request, new, index, end: done.append((int(new.tokens[index, 0]), end))
+    new = SimpleNamespace(scores=None, tokens=np.int32([[8]]), stop_reasons=np.int32([0]))
+    monkeypatch.setattr(scheduler, "on_host", lambda new: new)
+    start_row = lambda *given: done.append(given)
+    given.runner = SimpleNamespace(prefill=lambda parts, width: new, start_row=start_row)
+    given.prefill(decode_follows=False)
+    assert done == [("room", 2), (0, 0, 3, 8), (8, 3)] and request.is_decoding and given._is_turn_of_shortest
+    assert (given.timings.prefill_seconds, given.timings.prompt_tokens) == (2.5, 2)
+    given._launch = lambda: done.append("launched")
+    given.decode()
+    assert done[3:] == [("room", 4), "launched"] and given.timings.decode_seconds == 1.0
+    given.decode()
+    assert (given.timings.prefill_seconds, given.timings.decode_seconds) == (2.5, 5.0)
+    request.is_decoding, request.cached = False, 2
+    given.prefill(decode_follows=False)
+    assert (given.timings.prefill_seconds, given.timings.prompt_tokens) == (10.5, 3)
+
+
+def test_one_token_behind_what_is_cached_starts_without_prefill(unchecked):
+    """As many rows at once as prompts share a call; not with a draft, nor an image's feature, nor from nothing."""
+    given, started = scheduler.Scheduler.__new__(scheduler.Scheduler), []
+    given.shapes, given.timings = replace(SHAPES, prompts=2), Timings()
+    given._part = lambda request, count: (request.handle, count)
+    given.runner = SimpleNamespace(start_rows=started.append)
+    segment = SimpleNamespace(is_in=lambda start, stop: start <= 2 < stop)
+    request = lambda handle, cached, **more: Request(handle, (1, 2, 3), params(), row=handle, cached=cached, **more)
+    given.request_of_row = [
+        request(0, 2), request(1, 1), request(2, 2, segments=(segment,)), request(3, 2), None,
+        request(4, 2, priority=1), request(5, 2, is_decoding=True), Request(6, (1,), params(), row=7),
+    ]  # fmt: skip
+    given._start_rows()
+    assert started == [[(4, 1), (0, 1)], [(3, 1)]] and given.timings.prompt_tokens == 3
+    assert [r.handle for r in given.request_of_row if r and r.is_decoding] == [0, 3, 4, 5]
+    for r in given.request_of_row:
+        if r:
+            r.is_decoding = False
+    given.shapes = replace(SHAPES, draft_tokens=1)
+    given._start_rows()
+    assert len(started) == 2 and not any(r.is_decoding for r in given.request_of_row if r)
+
+
+def test_so_many_programs_are_compiled_at_once(monkeypatch):
+    """Half as many as there are cores, and two at least."""
+    for cores, expected in ((1, 2), (2, 2), (4, 2), (5, 2), (6, 3), (9, 4), (64, 32)):
+        monkeypatch.setattr(compiling.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
+        assert compiling._threads() == expected
+
+
+def test_nothing_more_is_compiled_once_a_program_fails(monkeypatch, unchecked):
+    """The first error in the order of the calls is raised, and what has not begun is left out."""
+    monkeypatch.setattr(compiling, "_threads", lambda: 1)
+    done, may_fail = [], threading.Event()
+
+    def call(name, fails=False):
+        def compile():
+            may_fail.wait(10)
+            if name == "c":
+                time.sleep(0.3)  # in which what follows is taken back
+            done.append(name)
+            if fails:
+                raise RuntimeError(name)
+
+        def jitted(number, letter):
+            raise AssertionError("it is compiled, and not run")
+
+        lowered = SimpleNamespace(lower=lambda: SimpleNamespace(compile=compile))
+        jitted.trace = lambda number, letter: lowered if (number, letter) == (1, "x") else None
+        return partial(jitted, 1, letter="x")
+
+    calls = [call("a"), call("b", fails=True), *(call(name) for name in "cdefgh")]
+    with pytest.raises(RuntimeError, match=r"^b$"):
+        compiling.compile_all(calls, meanwhile=may_fail.set)
+    assert done in (["a", "b"], ["a", "b", "c"]) and gc.isenabled()
+    may_fail.set()
+    done.clear()
+    compiling.compile_all([call("a"), call("c")])
+    assert done == ["a", "c"]
+
+
+# Rows, pages and features without a device
+
+
+def a_scheduler(pages: int, features: FeatureRows | None = None, **shapes) -> scheduler.Scheduler:
+    """A scheduler over a runner that only notes what it is asked for; pages have four tokens."""
+    of_runner = replace(SHAPES, **shapes)
+    note = lambda name: lambda *given: noted.append((name, *given))
+    names = ("read_segment", "write_pages", "copy_pages", "clear_row", "set_pages")
+    noted, table = [], np.zeros((of_runner.batch, 8), np.int32)
+    runner = SimpleNamespace(shapes=of_runner, table=table, noted=noted, **{name: note(name) for name in names})
+    return scheduler.Scheduler(runner, PageAllocator(pages, 4), features, dispatch_ahead=False)
+
+
+def test_a_request_with_a_row_remembers_no_comparison(unchecked):
+    """How its prompt begins beside those of others is held while it waits, for whom it waits for."""
+    served = a_scheduler(20)
+    prompts = [tuple(range(12)), (*range(9), 30, 31), (40, 41, 42)]
+    first, second, third = (Request(i, p, params(), prompt_keys=p) for i, p in enumerate(prompts))
+    served.waiting = [first, second]
+    served.admit()
+    assert (first.row, second.row, second.common) == (0, None, {0: 9}) and served._has_sharers
+    first.is_decoding = True
+    served.waiting.append(third)
+    served.admit()
+    assert (second.row, second.common, third.row) == (1, {}, None) and not served._has_sharers
+    assert [call[0] for call in served.runner.noted] == ["set_pages", "set_pages"]
+
+
+def placed_at(number: int, first: int, features: int) -> PlacedSegment:
+    patches = np.zeros((4 * features, 3), np.float32)
+    places = np.arange(first, first + features, dtype=np.int32)
+    return PlacedSegment(Segment(patches, (1, 2, 2 * features), False), places, number)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "expected", "later"),
+    [
+        # patches of the tower's calls; features that the device keeps; what is read, and what in the next round
+        ((8, 32), 20, [10, 20, 30], []),
+        ((8, 16), 20, [10, 20], [30]),
+        ((8,), 20, [10], [20]),
+        ((8, 32), 3, [10], []),
+        ((8, 32), 5, [10, 20], []),
+    ],
+)
+def test_features_are_read_for_the_oldest_prompt_first(sizes, rows, expected, later, unchecked):
+    """Of its next chunk, as many as a call of the tower holds and as there is room for; none that is there already."""
+    served = a_scheduler(20, FeatureRows(rows), media_patches=sizes, media_tokens=rows, chunks=(8,))
+    older = Request(0, tuple(range(30)), params(), row=1, segments=(placed_at(10, 2, 2), placed_at(40, 20, 2)))
+    younger = Request(1, tuple(range(30)), params(), row=0, segments=(placed_at(20, 1, 2), placed_at(30, 5, 2)))
+    served.request_of_row = [younger, older]
+    served.read_media()
+    found = {placed.number: taken.tolist() for _, placed, size, taken in served.runner.noted if size == 8}
+    assert list(found) == expected
+    in_use = sorted(row for taken in found.values() for row in taken)
+    assert in_use == sorted(set(in_use)) and len(in_use) == 2 * len(expected)
+    assert served._has_features(older) and served._has_features(younger) == (len(expected) == 3)
+    assert served._feature_rows(older, 8).tolist() == [-1, -1, *found[10], -1, -1, -1, -1]
+    older.cached = 3
+    assert served._feature_rows(older, 4).tolist() == [found[10][1], -1, -1, -1]
+    served.runner.noted.clear()
+    served.read_media()
+    assert [placed.number for _, placed, *_ in served.runner.noted] == later
+
+
+def test_a_call_of_the_tower_reads_no_more_than_the_largest_one(unchecked):
+    """What follows waits for the next round, though it would fit a smaller call."""
+    served = a_scheduler(20, FeatureRows(20), media_patches=(8, 16, 24), media_tokens=20, chunks=(16,))
+    segments = placed_at(10, 0, 4), placed_at(20, 4, 4), placed_at(30, 8, 1)
+    served.request_of_row = [Request(0, tuple(range(30)), params(), row=0, segments=segments), None]
+    for expected in ([(10, 16)], [(20, 16), (30, 8)], []):
+        served.read_media()
+        assert [(placed.number, size) for _, placed, size, _ in served.runner.noted] == expected
+        served.runner.noted.clear()
+
+
+@pytest.mark.parametrize("known", [0, 3, 4, 32, 36])
+@pytest.mark.parametrize("count", [37, 40])
+def test_pages_that_come_are_written_but_for_those_that_are_known(known, count, unchecked):
+    """In groups, of which those that are known whole are left out; of a page known in part nothing is known."""
+    served, keys = a_scheduler(40), tuple(range(100, 100 + count))
+    if known:
+        other = served.pages.add((*keys[:known], 0))[0]
+        served.pages.extend(other, known)
+        served.pages.commit(other, keys[:known])
+    whole, contents = known // 4, ["group 0", "group 1"]
+    with pytest.raises(scheduler.UnknownPages, match=f"{count} tokens were left out .* and {4 * whole} are known here"):
+        served.receive(keys, contents, left_out=count)
+    served.runner.noted.clear()
+    handle = served.receive(keys, contents, left_out=4 * whole)
+    table = served.pages.table(handle, 10).tolist()
+    skipped = whole // PAGES_A_CALL
+    expected = [*[-1] * whole, *table[whole:]][skipped * PAGES_A_CALL :]
+    assert served.runner.noted == [
+        ("copy_pages", []), ("write_pages", expected, contents[skipped:], keys[skipped * PAGES_A_CALL * 4 :])
+    ]  # fmt: skip
+    assert served.pages.known((*keys, 0)) == count // 4 * 4
+    free = served.pages.statistics()["free"]
+    served.runner.write_pages = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        served.receive(tuple(range(500, 500 + count)), contents)
+    assert served.pages.statistics()["free"] == free and served.pages.known(tuple(range(500, 505))) == 0
 
 
 # Requests
@@ -556,6 +809,11 @@ def test_programs_are_compiled_under_their_names(programs, names, monkeypatch, u
     assert runner.warmup_sizes((16, 8, 8), (16,), watch) == any(is_new)
     texts = ("prefill of 2 x 8 and 16 tokens", "vision tower for 16 patches")
     assert watched == ([", ".join(text for text, new in zip(texts, is_new, strict=True) if new)] if any(is_new) else [])
+    if any(is_new):  # with what records and scores, though not all requests do
+        found = [("tower", 16)] if is_new[1] else []
+        widths = (8, 16) if is_new[0] else ()
+        found += [("prefill", (), w, r, scores) for w in widths for r in recordings for scores in (False, True)]
+        assert compiled[-1] == (found, None)
     assert not runner.warmup_sizes((8,), (16,), watch)
 
 

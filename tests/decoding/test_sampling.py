@@ -394,6 +394,29 @@ def test_the_most_probable_tokens():
     assert not ids.any() and plain.tolist() == tokens.tolist()
 
 
+@pytest.mark.parametrize("count", [1, 3, V, V + 2])
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_the_largest_logits_are_the_same_on_every_platform(name, count, monkeypatch):
+    """Of two ways to find them, each is that of a platform."""
+    monkeypatch.setattr(decoding.sampling, "platform", lambda: name)
+    logits = jnp.asarray(np.stack([TIES, RNG_LOGITS, -TIES]))
+    ids, values = decoding.sampling.top_logits(logits, count)
+    for row in range(3):
+        order = sorted(range(V), key=lambda i: (-logits[row, i], i))[:count]
+        missing = max(0, count - V)
+        assert ids[row].tolist() == order + [-1] * missing
+        assert values[row].tolist() == [*logits[row, np.array(order)].tolist(), *[-np.inf] * missing]
+    many = jnp.zeros((1, 300)).at[0, 200].set(1)  # so many that a sort may mix equal ones
+    assert decoding.sampling.top_logits(many, count)[0][0].tolist() == [200, *range(count - 1)]
+
+
+@pytest.mark.parametrize("knobs", [dict(top_k=7), dict(top_p=6.5 / 300)])
+def test_of_many_equal_tokens_the_lower_ids_are_kept(knobs):
+    params = SamplingParams.stack([Sampling(**knobs)])
+    kept = np.isfinite(filtered_logits(jnp.zeros((1, 300)), params))
+    assert np.flatnonzero(kept[0]).tolist() == [*range(7)]
+
+
 @given(seed=st.integers(0, 99), knobs=st.lists(st.sampled_from(KNOBS), min_size=4, max_size=4))
 def test_without_conditions_the_same_tokens_are_drawn(seed, knobs):
     """A GPU's prefill computes what no row asks for, rather than have the host wait: nobody's token may change."""

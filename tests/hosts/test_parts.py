@@ -711,6 +711,7 @@ def test_the_edges_of_what_a_run_may_be_called():
 
 def test_numbers_of_a_run():
     """A native line comes within half a second; a wait asks again each minute; 256 messages are forgotten at once."""
+    assert (run._GRACE_SECONDS, run._SHUTDOWN_SECONDS) == (2.0, 60)  # in which the others read why a process ends
     assert (deaths._PASS_ON_SECONDS, channels_of._WAIT_MS, channels_of._BLOCK) == (0.5, 60_000, 256)
 
 

@@ -2,12 +2,15 @@
 
 import asyncio
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import grpc
 import numpy as np
 import pytest
 
 from m3jax.decoding.loop import LoopClosed, LoopFull
+from m3jax.serve.gateway import pixels
 from m3jax.serve.gateway import workers as workers_module
 from m3jax.serve.gateway.blocks import described_blocks
 from m3jax.serve.gateway.errors import ApiError, refused
@@ -263,3 +266,62 @@ def test_blocks_of_an_answer_as_json():
         "block_size": 3, "choices": 4, "texts": ["abc", "def", "g"],
         "tokens": [{"text": "f", "blocks": [[0, 4], [1, 1], [2, 2]]}, {"text": "g", "blocks": []}],
     }  # fmt: skip
+
+
+def test_what_watches_and_what_is_connected_ends_with_the_gateway():
+    closed = []
+
+    async def work():
+        async def close(name):
+            closed.append(name)
+
+        remote = [RemoteWorker.__new__(RemoteWorker) for _ in range(2)]
+        for name, worker in zip("xy", remote, strict=True):
+            worker.name, worker._channel = name, Namespace(close=lambda name=name: close(name))
+        group = Workers([PlainWorker("a"), *remote])
+        await group.close()  # nothing watches
+        assert closed == ["x", "y"]
+        group._mark_down(group.workers[0])
+        watching = group._watch
+        group._mark_down(group.workers[1])
+        assert group._watch is watching and group.is_up  # one watches all that are down
+        await group.close()
+        await asyncio.wait({watching}, timeout=5)
+        assert watching.cancelled()
+
+    asyncio.run(work())
+
+
+def test_media_are_cut_by_processes_that_end_with_the_gateway(monkeypatch):
+    """They are started with the first medium, and anew where one died; what waits at the end is not begun."""
+    made = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, *given):
+            made.append((self, given))
+            super().__init__(1)
+            self.ended, self.is_broken = [], False
+
+        def submit(self, function, *given):
+            if self.is_broken:
+                raise BrokenProcessPool("died")
+            return super().submit(lambda: (function, given))
+
+        def shutdown(self, **how):
+            self.ended.append(how)
+            super().shutdown()
+
+    monkeypatch.setattr(pixels, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(pixels, "get_context", lambda name: f"by {name}")
+    own = pixels.PixelPool(3)
+    own.close()
+    process = lambda: asyncio.run(own.process("video", b"x", {"size": 1}))
+    assert process() == (pixels.process_medium, ("video", b"x", {"size": 1})) == process()
+    assert [given for _, given in made] == [(3, "by spawn")]
+    made[0][0].is_broken = True
+    with pytest.raises(ValueError, match="the process that decoded this video died: its file cannot be used"):
+        process()
+    process()
+    own.close()
+    assert [pool.ended for pool, _ in made] == [[], [dict(wait=False, cancel_futures=True)]]
+    made[0][0].shutdown()

@@ -1,6 +1,7 @@
 """Parts of the gateway without a server: begun streams, places, keys, bodies, the life of the process, the document."""
 
 import asyncio
+import dataclasses
 import math
 import signal
 import socket
@@ -9,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import Request
 
-from m3jax.serve.gateway import http, server
+from m3jax.serve.gateway import completions, http, server, tokenizing
+from m3jax.serve.gateway import gateway as gateways
 from m3jax.serve.gateway.app import ENDPOINTS
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.gateway import Gateway, Settings
@@ -281,21 +283,92 @@ def test_a_stream_that_breaks_ends_with_an_error(caplog):
     for error, part in (
         (ApiError(503, "gone", code="worker_lost"), '"gone"'), (RuntimeError("a secret"), "its log says why"),
     ):  # fmt: skip
-        sent, left = [], []
+        sent, left, statuses = [], [], []
+        noting = lambda error, statuses=statuses: statuses.append(error.status) or http.OPENAI.error_event(error)
+        style = SimpleNamespace(error_event=noting)
 
         async def send(message, sent=sent):
             sent.append(message)
 
-        async def run(error=error, left=left, send=send):
+        async def run(error=error, left=left, send=send, style=style):
             stream, loop = Stream("a", error), asyncio.get_running_loop()
             pace = http.Pace(10.0, math.inf, loop.time())
-            await http.EventStream(stream.run(), http.OPENAI, pace, {}, left.append)({}, loop.create_future, send)
+            await http.EventStream(stream.run(), style, pace, {}, left.append)({}, loop.create_future, send)
 
         asyncio.run(run())
         bodies = [message["body"].decode() for message in sent[1:]]
         assert bodies[0] == "a" and part in bodies[1] and "secret" not in bodies[1] and bodies[2:] == [""]
+        assert statuses == [getattr(error, "status", 500)]
         assert left == ["200"] and [message.get("more_body") for message in sent[1:]] == [True, True, False]
     assert "a stream failed" in caplog.text and "a secret" in caplog.text
+
+
+def test_progress_comes_before_the_first_news_and_where_it_has_changed(monkeypatch):
+    """Its milliseconds are those since the request began."""
+    monkeypatch.setattr(gateways, "_PROGRESS_SECONDS", 0.001)
+    clock = iter([10.0, 10.25, 12.0])
+    monkeypatch.setattr(gateways, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    own, looks, first = gateway(), iter([None, (9, 2, 4), (9, 2, 4), None, (9, 2, 8)]), asyncio.Event()
+
+    async def progress(name):
+        found = next(looks, "none")
+        if found == "none":
+            first.set()
+            return None
+        return found
+
+    async def run(ask, route):
+        await first.wait()
+        yield "one"
+        yield "two"
+
+    own.run, own.workers = run, SimpleNamespace(progress=progress)
+
+    async def read():
+        ask = SimpleNamespace(request=SimpleNamespace(request_id="a"))
+        return [news async for news in own.run_with_progress(ask, "/x")]
+
+    expected = [gateways.Progress(9, 2, 4, 250), gateways.Progress(9, 2, 8, 2000), "one", "two"]
+    assert asyncio.run(asyncio.wait_for(read(), 10)) == expected
+
+
+def test_ids_that_are_made_text_are_of_the_vocabulary_and_fit_into_the_context():
+    """Which is no limit of the ids themselves, nor the vocabulary of their number."""
+    decoded = []
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: decoded.append(ids) or f"{len(ids)}")
+    for vocab_size, context in ((100, 50), (50, 100)):
+        own = gateway()
+        own.model = dataclasses.replace(own.model, vocab_size=vocab_size, context=context)
+        own.renderer = SimpleNamespace(tokenizer=tokenizer)
+        of = lambda ids, own=own: asyncio.run(tokenizing.detokenize(own, {"tokens": ids}, "/x"))
+        for ids in ([vocab_size - 1], [0] * context, []):
+            assert of(ids) == {"prompt": f"{len(ids)}", "content": f"{len(ids)}"} and decoded[-1] == ids
+        with pytest.raises(ApiError, match=f"integers from 0 to {vocab_size - 1}"):
+            of([vocab_size])
+        with pytest.raises(ApiError, match=f"{context + 1} token ids, and the model's context is {context}"):
+            of([0] * (context + 1))
+
+
+@pytest.mark.parametrize("best_of", [None, 1, 2, 3, 4])
+def test_all_answers_that_are_drawn_come_back(best_of, monkeypatch):
+    """So the best of them are as many as are asked for, or one is meant of each."""
+    params = SimpleNamespace(n=3)
+    monkeypatch.setattr(completions, "sampling_params", lambda fields, model: params)
+    monkeypatch.setattr(completions, "set_constraints", lambda fields, params: None)
+    own = gateway()
+    own.renderer, own.ask_plain = SimpleNamespace(tokenizer=None), lambda prompt, *given: (prompt, *given)
+    fields = dict(echo=True, max_tokens=0, logprobs=None, best_of=best_of, skip_special_tokens=True, prompt=[[1], [2]])
+    if best_of in (2, 4):
+        with pytest.raises(ApiError, match=f"best_of = {best_of}: n answers are drawn, and all come back"):
+            asyncio.run(completions._order(own, fields))
+        return
+    order = asyncio.run(completions._order(own, fields))
+    assert order.asks == [([token], params, 1, "prompt", True) for token in (1, 2)]
+    assert (order.n, order.echoes, order.has_new) == (3, True, False)
+    order = asyncio.run(completions._order(own, fields | dict(max_tokens=2, echo=False)))
+    assert order.has_new and order.asks[0][2] == 2
+    with pytest.raises(ApiError, match="max_tokens = 0: must be at least 1, unless the prompt comes back"):
+        asyncio.run(completions._order(own, fields | dict(echo=False)))
 
 
 # The process

@@ -292,3 +292,11 @@ def test_values_nest_64_deep():
     grammar = grammar_of(type="object", properties={"a": {"$ref": "#/$defs/tree"}}, **{"$defs": {"tree": tree}})
     inner = f"{NS}<next>{NS}<next>{NS}</next>{NS}</next>"
     assert accepts(grammar, call(a=inner)) and not accepts(grammar, call(a=json.dumps({})))
+
+
+def test_a_schema_beside_one_that_says_nothing_stays_the_object_that_it_is():
+    """By which its rules are found again, however often it is meant."""
+    text = {"type": "string", "minLength": 2}
+    for silent in ({}, {"description": "a note"}, {"x-order": 1, "title": "t"}):
+        assert _merged(silent, text, "here") is text and _merged(text, silent, "here") is text
+        assert _merged({"title": "a"}, silent, "here") is silent

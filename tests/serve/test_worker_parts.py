@@ -1,8 +1,10 @@
 """The calls of a worker beside an engine that is none: what it says of itself, its load, and what it fetches."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,6 +58,13 @@ class Engine:
 
 
 MODEL = SimpleNamespace(dtype="float16")
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """In place of a request's `Params`."""
+
+    record: tuple[str, ...] = ()
 
 
 @pytest.fixture
@@ -292,3 +301,70 @@ def test_events_of_several_streams_have_their_index():
         assert [text for index, text in found if index == 1] == ["b0", "b1", "b2"]
 
     asyncio.run(asyncio.wait_for(work(), 10))
+
+
+def test_a_request_that_was_ended_while_it_was_read_is_ended_when_the_engine_has_it(own):
+    """What reads it is not waited for at the worker's end, neither here nor where prompts are fetched."""
+    cancelled, order = [], SimpleNamespace(prompt=[1, 2], params=SamplingSettings(), media=None, guide=None, n=2)
+    streams = [SimpleNamespace(cancel=lambda number=number: cancelled.append(number)) for number in range(2)]
+    active = worker._Active()
+
+    def read(request):
+        active.is_aborted = request == "ended"
+        return order
+
+    asked = []
+    own._reader, own._known_part = SimpleNamespace(read=read), lambda *_: None
+    own._loop.submit = lambda *given, **named: asked.append((given, named)) or streams
+    for request, expected in (("goes on", []), ("ended", [0, 1])):
+        assert asyncio.run(own._submit(request, active, ("blocks",))) is order and cancelled == expected
+        assert active.streams == streams and active.prompt_tokens == 2
+    params = SamplingSettings(record=("blocks",))
+    assert asked == [(([1, 2], params, None, None), dict(n=2, timeout=0))] * 2
+
+
+def test_a_worker_ends_without_those_who_wait(own):
+    """As threads that read requests and fetch prompts do: they find its loop closed."""
+    may_go, closed = threading.Event(), []
+    waiting = [threads.submit(may_go.wait, 20) for threads in (own._submitters, own._fetchers)]
+    own._prefill = SimpleNamespace(close=lambda: closed.append("prefill"))
+    asyncio.run(own.close())
+    assert not any(thread.done() for thread in waiting) and closed == ["prefill"] and own._loop.is_closed
+    may_go.set()
+    for threads in (own._submitters, own._fetchers):
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            threads.submit(int)
+
+
+@pytest.mark.parametrize(("prompt_logprobs", "expected"), [(None, 8), (0, 3)])
+def test_a_fetched_prompt_counts_as_cached_what_was_known_on_either_side(own, monkeypatch, prompt_logprobs, expected):
+    """Nothing here where it is scored. Pages that were taken meanwhile are fetched again, all of them."""
+    slept, tried = [], []
+    monkeypatch.setattr(worker, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(worker, "say", lambda text: None)
+    fetched = lambda left_out: SimpleNamespace(snapshot=f"behind {left_out}", cached_tokens=3, left_out=left_out)
+    own._prefill = SimpleNamespace(fetch=lambda prompt, params, is_stopped, known=0: fetched(known), close=lambda: None)
+    answers = iter([worker.OutOfPages("full"), worker.UnknownPages("taken"), None])
+
+    def submit(snapshot, guide, **named):
+        tried.append((snapshot, guide, named))
+        if error := next(answers):
+            raise error
+        return ["stream"]
+
+    own._loop.submit_snapshot, own.engine.busy = submit, True
+    own._loop.call = lambda function: function()
+    order = SimpleNamespace(prompt=[1] * 9, guide="guide", n=2)
+    params, active = SimpleNamespace(prompt_logprobs=prompt_logprobs), worker._Active()
+    assert own._fetch(order, params, 8, active) == ["stream"] and slept == [worker._POLL_SECONDS]
+    asked = lambda left_out, cached: (
+        f"behind {left_out}",
+        "guide",
+        dict(n=2, timeout=0, cached_tokens=cached, left_out=left_out),
+    )
+    assert tried == [asked(8, expected), asked(8, expected), asked(0, 3)]
+    for is_aborted, is_busy in ((True, True), (False, False)):
+        answers, active.is_aborted, own.engine.busy = iter([worker.OutOfPages("full")]), is_aborted, is_busy
+        with pytest.raises(worker.OutOfPages):
+            own._fetch(order, params, 8, active)
+    assert len(slept) == 1

@@ -7,6 +7,7 @@ import threading
 import time
 from argparse import Namespace
 from dataclasses import replace
+from types import SimpleNamespace
 
 import grpc
 import jax
@@ -208,6 +209,7 @@ def test_pages_wait_for_a_slow_receiver_in_the_cache(reading, engine):
 def test_who_waits_is_told_that_there_is_more_to_come(reading, engine):
     """A second is the time for it, a sixtieth of what a receiver bears, who looks twenty times a second."""
     assert (prefilling.ALIVE_SECONDS, client.SILENCE_SECONDS, client._POLL_SECONDS) == (1.0, 60.0, 0.05)
+    assert (prefilling._MOST_READY, service._THREADS) == (32, 64)  # pages ahead of a receiver; transfers at once
     engine.may_read.clear()
     frames = reading.read(range(5), alive_seconds=0.01)
     assert [next(frames).kind for _ in range(3)] == ["hello", "alive", "alive"]
@@ -316,6 +318,11 @@ def test_a_header_that_lies_is_refused(arrays, reason):
     assert decode(signed(said | dict(arrays=[["a", "F32", [2]]]), bytes(8)))[0].arrays["a"].tolist() == [0, 0]
     with pytest.raises(TransferError, match="cannot be read"):
         decode(signed({}))
+    bare = b"M3KV" + (1).to_bytes(4, "little") + bytes(12)  # of no header at all
+    with pytest.raises(TransferError, match="cannot be read"):
+        decode(bare + hashlib.sha256(bare).digest())
+    with pytest.raises(TransferError, match="51 bytes that are no frame of pages"):
+        decode((bare + hashlib.sha256(bare).digest())[:-1])
 
 
 def received(frames, num_tokens=11, left_out=0, scored=()):
@@ -596,6 +603,52 @@ def test_pages_over_grpc(reading, engine, monkeypatch):
     with pytest.raises(ValueError, match=r"(?i)closed channel|channel closed"):
         fetching.fetch([1, 2], params)
     server.stop(0).wait()
+
+
+class Frames:
+    """Three frames of a prompt, or an error in place of the third; it notes that it was closed."""
+
+    def __init__(self, error):
+        self.error, self.is_closed = error, False
+
+    def __iter__(self):
+        yield Frame("a", {})
+        yield Frame("b", {})
+        if self.error:
+            raise self.error
+        yield Frame("c", {})
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("error", [None, TransferError("the engine failed"), ValueError("no token id")])
+def test_a_prompt_s_pages_are_freed_however_its_transfer_ends(error, monkeypatch):
+    """At once, whatever still holds its frames. What the other side leaves out of its question is none."""
+    found, asked, methods = Frames(error), [], {}
+
+    def read(ids, left_out, media=None, **scores):
+        asked.append((ids, left_out, media, scores))
+        return found
+
+    made = SimpleNamespace(add_generic_rpc_handlers=lambda handlers: None, start=lambda: methods.update(started=True))
+    monkeypatch.setattr(service.grpc, "server", lambda *_, **__: made)
+    monkeypatch.setattr(service.grpc, "method_handlers_generic_handler", lambda name, given: methods.update(given))
+    monkeypatch.setattr(service.grpc, "unary_stream_rpc_method_handler", lambda method: method)
+    monkeypatch.setattr(service, "bound_port", lambda server, host, port: (host, port))
+    assert service.start(SimpleNamespace(read=read)) == (made, ("127.0.0.1", 0)) and methods["started"]
+    ended = []
+    looks = iter([True, True, True] if error else [True, True, False])
+    context = SimpleNamespace(is_active=lambda: next(looks), abort=lambda status, text: ended.append((status, text)))
+    data = encode(Frame("ask", {}, {"prompt": np.arange(3)}), TRANSFER, 0)
+    frames = [decode(each) for each in methods["Read"](data, context)]
+    assert [(frame.kind, transfer, number) for frame, transfer, number in frames] == [
+        ("a", TRANSFER, 0),
+        ("b", TRANSFER, 1),
+    ]
+    assert found.is_closed and asked == [([0, 1, 2], 0, None, {})]
+    status = grpc.StatusCode.INVALID_ARGUMENT if isinstance(error, ValueError) else grpc.StatusCode.UNAVAILABLE
+    assert ended == ([(status, str(error))] if error else [])
 
 
 def test_what_a_transfer_says_of_itself():

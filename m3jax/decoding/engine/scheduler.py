@@ -211,7 +211,7 @@ class Scheduler:
                 self.runner.read_segment(placed, size, rows)
                 remaining -= size
 
-    def prefill(self, decode_follows: bool = True) -> None:
+    def prefill(self, decode_follows: bool) -> None:
         """Run one chunk of some prompts; those that end in it get their first token.
 
         In turn the prompts that come first in order go on, and those of which least is left: so a short one waits for
