@@ -21,7 +21,7 @@ from pallas_kernels.gradient import with_gradient
 from pallas_kernels.sparse_decode import MAX_QUERIES, sparse_decode
 from pallas_kernels.sparse_decode.triton import Config as DecodeConfig
 from pallas_kernels.sparse_prefill import sparse_prefill
-from pallas_kernels.sparse_prefill.triton import Config, kv_block_major
+from pallas_kernels.sparse_prefill.triton import Config, kv_block_major, union
 
 by_block = import_module("pallas_kernels.sparse_prefill.triton.kv_block_major")  # its function has its name
 further = pytest.mark.further
@@ -46,8 +46,12 @@ SHAPES = dict(contiguous=RAGGED, paged=GROUPED)
 
 @pytest.fixture(autouse=True)
 def small_works(monkeypatch):
-    """Two tiles of queries share one load of a block, so that most blocks are loaded by several programs."""
+    """Two tiles of queries share one load of a block, so that most blocks are loaded by several programs.
+
+    The entries of a tile, 16 of four tokens here, are compared with all of them in two steps.
+    """
     monkeypatch.setattr(by_block, "_WORK_TILES", 2)
+    monkeypatch.setattr(union, "_COLUMNS", 8)
 
 
 def fitting(case: Case, options: dict) -> Case:

@@ -16,6 +16,7 @@ from support.pytrees import assert_settings_are_static
 import pallas_kernels
 from m3jax import M3Config
 from pallas_kernels import mosaic_common, pages, triton_common
+from pallas_kernels.add_norm import add_norm
 from pallas_kernels.backends import Limits
 from pallas_kernels.checks import (
     check_attention,
@@ -64,14 +65,17 @@ from pallas_kernels.sparse_decode.triton.attend import default_config as decode_
 from pallas_kernels.sparse_decode.triton.merge import merge
 from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill import triton as sparse_triton
+from pallas_kernels.sparse_prefill.triton import Config as PrefillConfig
 from pallas_kernels.sparse_prefill.triton.kv_block_major import default_config as block_config
 from pallas_kernels.sparse_prefill.triton.query_union import default_config as union_config
+from pallas_kernels.sparse_prefill.triton.sizes import Sizes as PrefillSizes
 from pallas_kernels.stacked_project import MOST_ROWS, stacked_project
 from pallas_kernels.stacked_project.triton import default_config as stacked_config
 from pallas_kernels.triton_mxfp8 import FewConfig, FragmentConfig
 from pallas_kernels.triton_project import num_splits
 
 E4M3 = jnp.float8_e4m3fn
+by_block = import_module("pallas_kernels.sparse_prefill.triton.kv_block_major")  # its function has its name
 
 
 def array(*shape: int, dtype="float32") -> jax.Array:
@@ -470,6 +474,63 @@ def test_splits_of_a_decode_step_are_merged(splits):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(lse, np.log(total), rtol=1e-5, atol=1e-6)
+
+
+def test_a_chunk_is_written_into_the_outputs_of_those_before():
+    """Of the third and fourth of five queries, merged of two slots each; the other queries keep what they have."""
+    batch, kv_heads, group, chunk, slots, width, start, length = 2, 2, 3, 2, 2, 4, 2, 5
+    q = array(batch, length, kv_heads * group, width)
+    keys = contiguous(array(batch, kv_heads, 4, width), 4)
+    sizes = PrefillSizes.of(q, keys, kv_heads, slots, PrefillConfig(tokens=2), return_lse=True, interpret=True)
+    draw = np.random.default_rng(0)
+    parts = draw.normal(size=(batch, kv_heads, chunk, slots, 4, width)).astype(np.float32)  # three heads padded to four
+    lses = draw.normal(size=parts.shape[:-1]).astype(np.float32)
+    is_seen = np.ones((batch, kv_heads, chunk, slots), bool)
+    is_seen[0, 1, 1], is_seen[1, 0, 0, 1] = False, False  # one query saw nothing, one a single block
+    parts[1, 0, 0, 1] = np.nan
+    behind = ((0, 2 * 4), (0, 0))  # where the last tile's lanes without a pair write
+    flat = np.pad(parts.reshape(-1, width), behind), np.pad(lses.reshape(-1), behind[:1])
+    before = array(batch, length * kv_heads * 4, width) + 7, array(batch, length * kv_heads * 4) + 8
+    merge_chunk = jax.jit(partial(by_block._merge, start=start, sizes=sizes))
+    out, lse = merge_chunk(*map(jnp.asarray, (*flat, is_seen)), before)
+    weights = np.exp2(lses) * is_seen[..., None]  # [B K C J 4]
+    total = weights.sum(3)
+    expected = (np.nan_to_num(parts) * weights[..., None]).sum(3) / np.where(total, total, 1)[..., None]
+    in_rows = lambda x: np.asarray(x).reshape(batch, length, kv_heads, 4, *x.shape[2:])
+    own = slice(start, start + chunk)
+    np.testing.assert_allclose(in_rows(out)[:, own], expected.swapaxes(1, 2), rtol=1e-5, atol=1e-6)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(in_rows(lse)[:, own], np.log(total).swapaxes(1, 2), rtol=1e-5, atol=1e-6)
+    for found, value in ((out, 7), (lse, 8)):
+        assert (np.delete(in_rows(found), range(start, start + chunk), axis=1) == value).all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "mosaic_tpu"])
+def test_a_layer_without_an_index_writes_keys_and_values_alone(backend):
+    """As a dense layer is: traced."""
+    x = Projected(array(2, 3, 4, 8), array(2, 3, 2, 8), array(2, 3, 2, 8), None, None)
+    norms = Projected(array(8), array(8), None, None, None)
+    table, rows = jnp.zeros((2, 3), jnp.int32), (jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32))
+
+    def insert(pool, angle):
+        places = paged(pool, table), paged(pool, table), None
+        how = dict(eps=1e-6, dtype=jnp.bfloat16, backend=backend, interpret=True)
+        return qk_norm_rope_insert(x, norms, angle, angle, *rows, *places, **how)
+
+    written = jax.eval_shape(insert, array(6, 2, 4, 8), array(2, 3, 4))
+    assert (written.q.shape, written.q.dtype) == (x.q.shape, jnp.bfloat16)
+    assert written.k.shape == written.v.shape == (6 * 2, 4, 8) and written.index_q is written.index_k is None
+
+
+def test_a_long_row_is_added_and_normed_in_pieces_of_at_most_8192():
+    """Two of them, powers of two, which cover the row."""
+    x, update = (np.random.default_rng(seed).normal(size=(1, 1 << 14)).astype(np.float32) for seed in (0, 1))
+    weight = np.linspace(-0.5, 0.5, 1 << 14, dtype=np.float32)
+    how = dict(eps=0.1, backend="triton", interpret=True)
+    found, norm = add_norm(*map(jnp.asarray, (x, update, weight)), **how)
+    np.testing.assert_array_equal(found, x + update)
+    expected = (x + update) / np.sqrt(np.mean(np.square(x + update)) + 0.1) * (1 + weight)
+    np.testing.assert_allclose(norm, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_parts_of_a_chunk_are_joined_by_their_weights():
