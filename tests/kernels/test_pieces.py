@@ -1,6 +1,8 @@
 """The pieces of kernels that run without one: where blocks lie, what is refused, what a call is said to cost."""
 
 import re
+import runpy
+import warnings
 from dataclasses import MISSING, asdict, fields, replace
 from functools import partial
 from importlib import import_module
@@ -88,6 +90,16 @@ def numbers(*shape: int) -> np.ndarray:
 
 def test_sizes_of_pages_are_no_arrays():
     assert_settings_are_static(pages)
+
+
+def test_a_backend_that_jax_deprecates_says_nothing_at_each_lowering():
+    """Others' deprecations are still said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runpy.run_path(triton_common.__file__)
+        warnings.warn("The Pallas Triton backend is deprecated and will be removed", DeprecationWarning, stacklevel=1)
+        with pytest.raises(DeprecationWarning, match="Another backend"):
+            warnings.warn("Another backend is deprecated", DeprecationWarning, stacklevel=1)
 
 
 # Where blocks lie
@@ -544,6 +556,17 @@ def test_parts_of_a_chunk_are_joined_by_their_weights():
     expected = (out * weight + np.nan_to_num(new) * new_weight) / (weight + new_weight)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found_lse, np.logaddexp(lse, new_lse), rtol=1e-5, atol=1e-6)
+
+
+def test_a_chunk_needs_the_pages_up_to_its_last_query():
+    """Two are held: of queries up to the last token of the second, and not of one behind it; a whole row has all."""
+    pages, whole = paged(array(3, 2, 4, 8), jnp.array([[1, 0, -1]], jnp.int32)), contiguous(array(1, 2, 12, 8), 4)
+    for positions, in_pages, is_run in (
+        ([6, 7], True, True), ([7, 8], False, True), ([3, -1], True, True), ([-1, -1], True, True),
+        ([8, -1], False, True), ([7, 6], False, False), ([-1, 7], False, False),
+    ):  # fmt: skip
+        at = jnp.array([positions], jnp.int32), jnp.array([max(positions) + 1], jnp.int32)
+        assert cudnn.in_order(pages, *at) == in_pages and cudnn.in_order(whole, *at) == is_run, positions
 
 
 def test_keys_of_a_chunk_and_of_the_pieces_before_it_are_those_of_their_pages():
