@@ -76,7 +76,7 @@ from pallas_kernels.stacked_project.triton import default_config as stacked_conf
 from pallas_kernels.triton_mxfp8 import FewConfig, FragmentConfig
 from pallas_kernels.triton_project import num_splits
 
-E4M3 = jnp.float8_e4m3fn
+E4M3, F32 = jnp.float8_e4m3fn, jnp.float32
 by_block = import_module("pallas_kernels.sparse_prefill.triton.kv_block_major")  # its function has its name
 
 
@@ -202,6 +202,39 @@ def test_what_a_kernel_is_said_to_cost():
     operands, outputs = (array(3, 5), array(7, dtype="bfloat16")), [jax.ShapeDtypeStruct((2, 2), "float32")]
     cost = mosaic_common.kernel_cost(operands, outputs, copied=10.4, products=2.6)
     assert (cost.bytes_accessed, cost.flops, cost.transcendentals) == (60 + 14 + 16 + 10, 3, 0)
+
+
+def kernel_call(function, *shapes):
+    """The first call of a kernel in a function that is traced: its name, grid and cost."""
+    of = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    call = next(step for step in jax.make_jaxpr(function)(*of).eqns if step.primitive.name == "pallas_call")
+    return call.params["grid_mapping"].grid, call.params["cost_estimate"]
+
+
+def test_index_keys_are_split_among_as_many_programs_as_fill_a_gpu(unchecked):
+    """264 programs, if each has eight blocks and a tile no more than 32 of them."""
+    for batch, length, blocks, tiles, splits in (
+        (1, 1, 80, 1, 10), (1, 1, 81, 1, 10), (1, 1, 15, 1, 1), (1, 1, 4096, 1, 32), (3, 1, 4096, 1, 32),
+        (9, 1, 4096, 1, 29), (1, 1024, 4096, 16, 16), (2, 1024, 4096, 16, 8), (1, 32768, 4096, 512, 1),
+    ):  # fmt: skip
+        select = lambda q, k, *at: index_topk(q, contiguous(k, 4), *at, top_k=3, backend="triton", interpret=True)
+        rows = ((batch, length), jnp.int32), ((batch,), jnp.int32)
+        grid, _ = kernel_call(select, ((batch, length, 1, 8), F32), ((batch, 4 * blocks, 8), F32), *rows)
+        assert grid == (tiles, splits, batch), (batch, length, blocks)
+
+
+def test_experts_are_said_to_be_read_once_for_each_tile_of_even_shares(unchecked):
+    """Two of 8 x 16 channels: of two tiles a tile each, of three to four two each, and of five three."""
+    for tiles, even in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 4), (6, 4), (7, 6)):
+        run = lambda x, gate, down, tile, one: expert_tiles(
+            x, gate, gate, down, one, tile, one, x[..., 0], activate=lambda gate, up: gate * up, backend="mosaic_tpu",
+            interpret=True,
+        )  # fmt: skip
+        ids = ((tiles,), jnp.int32), ((), jnp.int32)
+        _, cost = kernel_call(run, ((tiles, 4, 8), F32), ((1, 2, 8, 16), F32), ((1, 2, 16, 8), F32), *ids)
+        assert cost.flops == 6 * even * 4 * 8 * 16, tiles
+        moved = cost.bytes_accessed - even * (3 * 8 * 16 * 4 + 4 * 8 * (4 + 4))
+        assert 0 <= moved <= 4 * (4 * (tiles + 1) + tiles + 3), tiles  # the lists, and a weight for each token
 
 
 def test_figures_of_a_shape_count_what_any_method_needs():
