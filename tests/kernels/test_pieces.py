@@ -46,6 +46,7 @@ from pallas_kernels.index_topk import mosaic_tpu as index_tpu
 from pallas_kernels.index_topk.triton import default_config as index_config
 from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.index_topk_decode import mosaic_tpu as index_decode_tpu
+from pallas_kernels.index_topk_decode.triton import Config as IndexDecodeConfig
 from pallas_kernels.index_topk_decode.triton import default_config as index_decode_config
 from pallas_kernels.index_topk_decode.triton.best_blocks import Rules
 from pallas_kernels.mosaic_common import Chip
@@ -221,6 +222,32 @@ def test_index_keys_are_split_among_as_many_programs_as_fill_a_gpu(unchecked):
         rows = ((batch, length), jnp.int32), ((batch,), jnp.int32)
         grid, _ = kernel_call(select, ((batch, length, 1, 8), F32), ((batch, 4 * blocks, 8), F32), *rows)
         assert grid == (tiles, splits, batch), (batch, length, blocks)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_decode_step_is_cut_in_as_many_splits_as_programs_are_left_for(batch, unchecked):
+    """By row, query and KV head where blocks are attended to, by row where they are chosen; no more than pieces."""
+    length, blocks, chosen = 2, 40, 6
+    rows = ((batch, length), jnp.int32), ((batch,), jnp.int32)
+    keys, queries = ((batch, 2, 4 * blocks, 8), F32), ((batch, length, 4, 8), F32)
+    for programs, splits in ((4 * batch, 1), (12 * batch + 3, 3), (1000, 2 * chosen)):
+        config = DecodeConfig(programs=programs, keys=2)
+        how = dict(backend="triton", config=config, interpret=True)
+        attend = lambda q, k, ids, *at, how=how: sparse_decode(q, *[contiguous(k, 4)] * 2, ids, *at, **how)
+        grid, _ = kernel_call(attend, queries, keys, ((batch, 2, length, chosen), jnp.int32), *rows)
+        assert grid == (splits, 2, batch * length), programs
+    for programs, splits in ((batch, 1), (3 * batch + batch - 1, 3), (1000, blocks)):
+        how = dict(backend="triton", config=IndexDecodeConfig(programs=programs), interpret=True)
+        choose = lambda q, k, *at, how=how: index_topk_decode(q, contiguous(k, 4), *at, top_k=3, **how)
+        grid, _ = kernel_call(choose, queries, ((batch, 4 * blocks, 8), F32), *rows)
+        assert grid == (splits, batch), programs
+
+
+def test_the_last_tile_of_a_prompt_is_the_first_to_run(monkeypatch):
+    monkeypatch.setattr(triton_common.pl, "program_id", lambda axis: jnp.int32([0, 7][axis]))
+    assert triton_common.late_first(5) == 4
+    monkeypatch.setattr(triton_common.pl, "program_id", lambda axis: jnp.int32([3, 7][axis]))
+    assert triton_common.late_first(5) == 1
 
 
 def test_experts_are_said_to_be_read_once_for_each_tile_of_even_shares(unchecked):
