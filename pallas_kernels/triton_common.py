@@ -59,6 +59,14 @@ def in_groups(row_tiles: int, num_pieces: int, group: int) -> tuple[Int[Array, "
     return first_tile + jax.lax.rem(place, tiles_of_group), jax.lax.div(place, tiles_of_group)
 
 
+def late_first(tiles: int) -> Int[Array, ""]:
+    """Return the tile of this program, along the first axis of the grid, where the last tile comes first.
+
+    Late tiles of a prompt have the most keys: when they run first, the short ones fill the gaps.
+    """
+    return tiles - 1 - pl.program_id(0)
+
+
 def run_own(index: Int[Array, ""], counts: Sequence[int], run: Callable[[int, Int[Array, ""]], None]) -> None:
     """Run `run` for the array that this program belongs to: the programs of several arrays share one grid axis.
 

@@ -139,10 +139,11 @@ def _stable_sort(sort_key: Int[Array, "R X"], largest: int) -> tuple[Int[Array, 
     pairs.
     """
     size = sort_key.shape[1]
+    places = jnp.arange(size, dtype=jnp.int32)
     if (largest + 1) * size > jnp.iinfo(jnp.int32).max:
-        order = jnp.argsort(sort_key, axis=1, stable=True).astype(jnp.int32)
-        return order, jnp.take_along_axis(sort_key, order, axis=1)
-    packed = jnp.sort(sort_key * size + jnp.arange(size, dtype=jnp.int32), axis=1)
+        in_order, order = jax.lax.sort((sort_key, jnp.broadcast_to(places, sort_key.shape)), num_keys=2)
+        return order, in_order
+    packed = jnp.sort(sort_key * size + places, axis=1)
     return packed % size, packed // size
 
 

@@ -72,11 +72,8 @@ def check_heads(q: Float[Array, "B T N H"], num_kv_heads: int, width: int) -> No
         )
 
 
-def check_selection(
-    q: Float[Array, "B T N H"], num_kv_heads: int, blocks: Int[Array, "B K T J"], block_size: int
-) -> None:
+def check_selection(q: Float[Array, "B T N H"], num_kv_heads: int, blocks: Int[Array, "B K T J"]) -> None:
     """Raise ValueError unless each row, KV head and query has a selection of its own: none is shared (T1, T19)."""
-    check_block_size(block_size)
     batch, num_queries = q.shape[:2]
     if blocks.shape[:3] != (batch, num_kv_heads, num_queries):
         raise ValueError(
@@ -145,12 +142,12 @@ def checked(function: Function) -> Function:
             if "q" in arguments:
                 check_heads(arguments["q"], view.num_heads, view.width)
                 if "blocks" in arguments:
-                    check_selection(arguments["q"], view.num_heads, arguments["blocks"], block_size)
+                    check_selection(arguments["q"], view.num_heads, arguments["blocks"])
         elif "key_positions" in arguments:  # they may be those of a piece of the keys alone
             return
         else:
-            num_keys = sizes.get("S", sizes.get("M", 0) * block_size)
-        if num_keys and "lengths" in arguments:
+            num_keys = sizes["S"] if "S" in sizes else sizes["M"] * block_size
+        if "lengths" in arguments:
             check_lengths(arguments["lengths"], num_keys)
             if {"blocks", "T"} <= arguments.keys() | sizes.keys():  # `virtual_pages` takes one query a row
                 check_chosen(*(arguments[name] for name in ("blocks", "positions", "lengths")), num_keys, block_size)
@@ -235,14 +232,12 @@ def check_chosen(
     block must be among them. If not, the selection was made with another block size, for other queries, or is a part of
     one.
     """
-    check_lengths(lengths, num_keys)
     if not arrays.is_checking():
         return
 
     def find_problem(blocks, positions, lengths):
         is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
         own_block = np.where(is_token, positions // block_size, -1)[:, None, :, None]  # [B 1 T 1]
-        is_used = blocks != -1  # [B K T J]
         in_order = np.sort(blocks, axis=-1)  # [B K T J]
         is_repeated = np.any((in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] != -1), axis=-1)
         problems = (
@@ -250,7 +245,7 @@ def check_chosen(
              f"blocks of {block_size}", np.any((blocks < -1) | (blocks * block_size >= num_keys), axis=-1)),
             ("names a block twice", is_repeated),
             (f"names a block behind the query's own, in blocks of {block_size}",
-             np.any(is_used & (blocks > own_block), axis=-1) & is_token[:, None]),
+             np.any(blocks > own_block, axis=-1) & is_token[:, None]),
             (f"lacks the query's own block, in blocks of {block_size}",
              ~np.any(blocks == own_block, axis=-1) & is_token[:, None]),
         )  # fmt: skip

@@ -296,7 +296,9 @@ def test_forgotten_pages_are_read_again():
     slots, *_ = Slots.empty(2, 8, 4).assign(jnp.int32(1), jnp.arange(8) < 3, jnp.int32(1))
     forget = jax.jit(Slots.forget)
     slots = forget(slots, jnp.array([1, -1, 7]))
-    assert np.asarray(slots.slot_of[1] >= 0).tolist() == [True, False, True] + [False] * 5
+    assert slots.slot_of[1, 0] == 0, "the first slot is one too"
+    assert slots.here(jnp.int32(1)).tolist() == [True, False, True] + [False] * 5
+    assert not slots.here(jnp.int32(0)).any()
     assert sorted(np.asarray(slots.page_of[1]).tolist()) == [-1, -1, 0, 2]
     # The first page and the last are pages too, and what is outside of the pages, on either side, is none of them.
     before = slots.replace(dirty=slots.page_of >= 0)

@@ -71,7 +71,10 @@ def test_fc_reads_the_low_layer_first(tmp_path):
 
 
 def test_other_spellings(tmp_path):
-    """T55: `midlayer.`, a `model.` prefix, a list in `eagle_config`, a `t2d` mask; the heads that Llama leaves out."""
+    """T55: `midlayer.`, a `model.` prefix, a list in `eagle_config`, a `t2d` mask; the heads that Llama leaves out.
+
+    And Llama's options, where they are said to be off.
+    """
     module = draft(**VARIANTS["reduced"], num_key_value_heads=4)
     save_draft(module, tmp_path)
     ids = np.asarray(module.target_ids[...])
@@ -82,7 +85,8 @@ def test_other_spellings(tmp_path):
 
     edit(tmp_path, respell)
     taps = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
-    edit(tmp_path, num_key_value_heads=None, **taps)
+    off = dict(attention_bias=False, mlp_bias=False, norm_before_fc=False)
+    edit(tmp_path, num_key_value_heads=None, **taps, **off)
     assert_equal(load_draft(tmp_path, CONFIG, "float32"), module)
     np.testing.assert_array_equal(load_file(tmp_path / "model.safetensors")["d2t"], ids - np.arange(40))
 
@@ -137,6 +141,9 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, variant, tensors, message
         (dict(num_hidden_layers=2), "num_hidden_layers = 2: supported is 1"),
         (dict(hidden_act="gelu"), "hidden_act = 'gelu': supported is 'silu'"),
         (dict(norm_before_fc=True), "norm_before_fc = True: supported is False"),
+        (dict(attention_bias=True), "attention_bias = True: supported is False"),
+        (dict(mlp_bias=True), "mlp_bias = True: supported is False"),
+        (dict(sliding_window=4096), "sliding_window = 4096: supported is None"),
         (dict(target_hidden_size=64), "target_hidden_size = 64"),
         (dict(intermediate_size=None), "intermediate_size is missing"),
         (dict(draft_vocab_size=40), "needs a head of the draft's own"),

@@ -220,6 +220,15 @@ def test_orbax_that_dies_leaves_no_checkpoint_and_the_next_save_is_whole(folder,
             checkpoint.load_orbax(point)
 
 
+def test_processes_that_save_together_wait_for_each_other(monkeypatch):
+    points = []
+    monkeypatch.setattr(orbax, "sync_global_devices", points.append)
+    orbax._wait_for_all("a process alone")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    orbax._wait_for_all("one of two")
+    assert points == ["m3jax.save_orbax: one of two"]
+
+
 def test_orbax_is_on_the_disk_before_it_has_its_name(folder, tmp_path, monkeypatch):
     synced, at_commit, real_sync, real_rename = set(), [], os.fsync, os.rename
 

@@ -1,5 +1,6 @@
 """Folders that lie: names that leave them, sizes that they do not hold, values that are no numbers; and such drafts."""
 
+import inspect
 import json
 import os
 import re
@@ -247,6 +248,12 @@ def test_ninety_thousand_layers_cost_no_time(folder, tmp_path):
 # Values
 
 
+def test_what_is_not_asked_for_is_the_same_with_a_report():
+    """A bar of progress and the stored weights in the model's dtype, and no look at every value."""
+    of_load, with_report = (inspect.signature(f).parameters for f in (checkpoint.load, checkpoint.load_with_report))
+    assert {name: of_load[name].default for name in of_load} == {name: x.default for name, x in with_report.items()}
+
+
 @pytest.mark.parametrize("host_bytes", [16 << 20, 0], ids=["on the host", "in place"])
 def test_check_finite_names_the_tensors(host_bytes, tensors, tmp_path, monkeypatch):
     monkeypatch.setattr("m3jax.checkpoint.loading._HOST_BYTES", host_bytes)
@@ -259,6 +266,7 @@ def test_check_finite_names_the_tensors(host_bytes, tensors, tmp_path, monkeypat
         f"{NORM}: 1 values are NaN or infinite",
     ]
     assert_same(load_parameters(tmp_path), expected_parameters(CONFIG, tensors | bad))
+    checkpoint.load_with_report(tmp_path, progress=False)  # nobody asked to look
 
 
 def test_check_finite_counts_on_and_passes_what_is_finite(folder, tensors, tmp_path):

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import comparisons
 from support.kernels_inputs import attention, check, lay_out, of_definition, run_attention, view
-from support.msa_strategies import FOURS, GROUPED, RAGGED, Case, cases, dense_attention, prefill
+from support.msa_strategies import FOURS, RAGGED, Case, cases, dense_attention, prefill
+from support.msa_strategies import GROUPED as TWO_TIMES_TWO
 from support.msa_strategies import attention as definition
 
 from pallas_kernels.dense_causal import cudnn, dense_causal
@@ -21,10 +22,12 @@ from pallas_kernels.gradient import with_gradient
 from pallas_kernels.sparse_decode import MAX_QUERIES, sparse_decode
 from pallas_kernels.sparse_decode.triton import Config as DecodeConfig
 from pallas_kernels.sparse_prefill import sparse_prefill
-from pallas_kernels.sparse_prefill.triton import Config, kv_block_major
+from pallas_kernels.sparse_prefill.triton import Config, kv_block_major, union
 
 by_block = import_module("pallas_kernels.sparse_prefill.triton.kv_block_major")  # its function has its name
 further = pytest.mark.further
+# Two groups of three heads, which kernels fill up to four: an axis of groups cannot be taken for one of their heads.
+GROUPED = replace(TWO_TIMES_TWO, N=6)
 TILE = Config(tokens=4, keys=4)
 KERNELS = {
     "query_union": dict(op=sparse_prefill, backend="triton", schedule="query_union", config=TILE),
@@ -46,8 +49,13 @@ SHAPES = dict(contiguous=RAGGED, paged=GROUPED)
 
 @pytest.fixture(autouse=True)
 def small_works(monkeypatch):
-    """Two tiles of queries share one load of a block, so that most blocks are loaded by several programs."""
+    """Two tiles of queries share one load of a block, so that most blocks are loaded by several programs.
+
+    The entries of a tile, 16 of four tokens here, are compared with all of them in two steps.
+    """
     monkeypatch.setattr(by_block, "_WORK_TILES", 2)
+    assert union._COLUMNS == 16, "as many as Triton takes: a power of two, which divides the entries of any tile"
+    monkeypatch.setattr(union, "_COLUMNS", 8)
 
 
 def fitting(case: Case, options: dict) -> Case:

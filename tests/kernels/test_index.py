@@ -30,7 +30,7 @@ from pallas_kernels.index_topk_decode.triton import Config as DecodeConfig
 
 KERNELS = {
     "prefill": dict(op=kernel, backend="triton", config=Config(rows=8, keys=2, splits=1)),
-    "split": dict(op=kernel, backend="triton", config=Config(rows=8, keys=2, splits=3)),
+    "split": dict(op=kernel, backend="triton", config=Config(rows=8, keys=2, splits=4)),
     "decode": dict(op=index_topk_decode, backend="triton"),
 }
 every_kernel = pytest.mark.parametrize("options", KERNELS.values(), ids=KERNELS.keys())

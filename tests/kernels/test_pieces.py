@@ -1,6 +1,8 @@
 """The pieces of kernels that run without one: where blocks lie, what is refused, what a call is said to cost."""
 
 import re
+import runpy
+import warnings
 from dataclasses import MISSING, asdict, fields, replace
 from functools import partial
 from importlib import import_module
@@ -16,6 +18,7 @@ from support.pytrees import assert_settings_are_static
 import pallas_kernels
 from m3jax import M3Config
 from pallas_kernels import mosaic_common, pages, triton_common
+from pallas_kernels.add_norm import add_norm
 from pallas_kernels.backends import Limits
 from pallas_kernels.checks import (
     check_attention,
@@ -43,6 +46,7 @@ from pallas_kernels.index_topk import mosaic_tpu as index_tpu
 from pallas_kernels.index_topk.triton import default_config as index_config
 from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.index_topk_decode import mosaic_tpu as index_decode_tpu
+from pallas_kernels.index_topk_decode.triton import Config as IndexDecodeConfig
 from pallas_kernels.index_topk_decode.triton import default_config as index_decode_config
 from pallas_kernels.index_topk_decode.triton.best_blocks import Rules
 from pallas_kernels.mosaic_common import Chip
@@ -64,14 +68,17 @@ from pallas_kernels.sparse_decode.triton.attend import default_config as decode_
 from pallas_kernels.sparse_decode.triton.merge import merge
 from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill import triton as sparse_triton
+from pallas_kernels.sparse_prefill.triton import Config as PrefillConfig
 from pallas_kernels.sparse_prefill.triton.kv_block_major import default_config as block_config
 from pallas_kernels.sparse_prefill.triton.query_union import default_config as union_config
+from pallas_kernels.sparse_prefill.triton.sizes import Sizes as PrefillSizes
 from pallas_kernels.stacked_project import MOST_ROWS, stacked_project
 from pallas_kernels.stacked_project.triton import default_config as stacked_config
 from pallas_kernels.triton_mxfp8 import FewConfig, FragmentConfig
 from pallas_kernels.triton_project import num_splits
 
-E4M3 = jnp.float8_e4m3fn
+E4M3, F32 = jnp.float8_e4m3fn, jnp.float32
+by_block = import_module("pallas_kernels.sparse_prefill.triton.kv_block_major")  # its function has its name
 
 
 def array(*shape: int, dtype="float32") -> jax.Array:
@@ -84,6 +91,16 @@ def numbers(*shape: int) -> np.ndarray:
 
 def test_sizes_of_pages_are_no_arrays():
     assert_settings_are_static(pages)
+
+
+def test_a_backend_that_jax_deprecates_says_nothing_at_each_lowering():
+    """Others' deprecations are still said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runpy.run_path(triton_common.__file__)
+        warnings.warn("The Pallas Triton backend is deprecated and will be removed", DeprecationWarning, stacklevel=1)
+        with pytest.raises(DeprecationWarning, match="Another backend"):
+            warnings.warn("Another backend is deprecated", DeprecationWarning, stacklevel=1)
 
 
 # Where blocks lie
@@ -186,6 +203,65 @@ def test_what_a_kernel_is_said_to_cost():
     operands, outputs = (array(3, 5), array(7, dtype="bfloat16")), [jax.ShapeDtypeStruct((2, 2), "float32")]
     cost = mosaic_common.kernel_cost(operands, outputs, copied=10.4, products=2.6)
     assert (cost.bytes_accessed, cost.flops, cost.transcendentals) == (60 + 14 + 16 + 10, 3, 0)
+
+
+def kernel_call(function, *shapes):
+    """The first call of a kernel in a function that is traced: its name, grid and cost."""
+    of = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    call = next(step for step in jax.make_jaxpr(function)(*of).eqns if step.primitive.name == "pallas_call")
+    return call.params["grid_mapping"].grid, call.params["cost_estimate"]
+
+
+def test_index_keys_are_split_among_as_many_programs_as_fill_a_gpu(unchecked):
+    """264 programs, if each has eight blocks and a tile no more than 32 of them."""
+    for batch, length, blocks, tiles, splits in (
+        (1, 1, 80, 1, 10), (1, 1, 81, 1, 10), (1, 1, 15, 1, 1), (1, 1, 4096, 1, 32), (3, 1, 4096, 1, 32),
+        (9, 1, 4096, 1, 29), (1, 1024, 4096, 16, 16), (2, 1024, 4096, 16, 8), (1, 32768, 4096, 512, 1),
+    ):  # fmt: skip
+        select = lambda q, k, *at: index_topk(q, contiguous(k, 4), *at, top_k=3, backend="triton", interpret=True)
+        rows = ((batch, length), jnp.int32), ((batch,), jnp.int32)
+        grid, _ = kernel_call(select, ((batch, length, 1, 8), F32), ((batch, 4 * blocks, 8), F32), *rows)
+        assert grid == (tiles, splits, batch), (batch, length, blocks)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_decode_step_is_cut_in_as_many_splits_as_programs_are_left_for(batch, unchecked):
+    """By row, query and KV head where blocks are attended to, by row where they are chosen; no more than pieces."""
+    length, blocks, chosen = 2, 40, 6
+    rows = ((batch, length), jnp.int32), ((batch,), jnp.int32)
+    keys, queries = ((batch, 2, 4 * blocks, 8), F32), ((batch, length, 4, 8), F32)
+    for programs, splits in ((4 * batch, 1), (12 * batch + 3, 3), (1000, 2 * chosen)):
+        config = DecodeConfig(programs=programs, keys=2)
+        how = dict(backend="triton", config=config, interpret=True)
+        attend = lambda q, k, ids, *at, how=how: sparse_decode(q, *[contiguous(k, 4)] * 2, ids, *at, **how)
+        grid, _ = kernel_call(attend, queries, keys, ((batch, 2, length, chosen), jnp.int32), *rows)
+        assert grid == (splits, 2, batch * length), programs
+    for programs, splits in ((batch, 1), (3 * batch + batch - 1, 3), (1000, blocks)):
+        how = dict(backend="triton", config=IndexDecodeConfig(programs=programs), interpret=True)
+        choose = lambda q, k, *at, how=how: index_topk_decode(q, contiguous(k, 4), *at, top_k=3, **how)
+        grid, _ = kernel_call(choose, queries, ((batch, 4 * blocks, 8), F32), *rows)
+        assert grid == (splits, batch), programs
+
+
+def test_the_last_tile_of_a_prompt_is_the_first_to_run(monkeypatch):
+    monkeypatch.setattr(triton_common.pl, "program_id", lambda axis: jnp.int32([0, 7][axis]))
+    assert triton_common.late_first(5) == 4
+    monkeypatch.setattr(triton_common.pl, "program_id", lambda axis: jnp.int32([3, 7][axis]))
+    assert triton_common.late_first(5) == 1
+
+
+def test_experts_are_said_to_be_read_once_for_each_tile_of_even_shares(unchecked):
+    """Two of 8 x 16 channels: of two tiles a tile each, of three to four two each, and of five three."""
+    for tiles, even in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 4), (6, 4), (7, 6)):
+        run = lambda x, gate, down, tile, one: expert_tiles(
+            x, gate, gate, down, one, tile, one, x[..., 0], activate=lambda gate, up: gate * up, backend="mosaic_tpu",
+            interpret=True,
+        )  # fmt: skip
+        ids = ((tiles,), jnp.int32), ((), jnp.int32)
+        _, cost = kernel_call(run, ((tiles, 4, 8), F32), ((1, 2, 8, 16), F32), ((1, 2, 16, 8), F32), *ids)
+        assert cost.flops == 6 * even * 4 * 8 * 16, tiles
+        moved = cost.bytes_accessed - even * (3 * 8 * 16 * 4 + 4 * 8 * (4 + 4))
+        assert 0 <= moved <= 4 * (4 * (tiles + 1) + tiles + 3), tiles  # the lists, and a weight for each token
 
 
 def test_figures_of_a_shape_count_what_any_method_needs():
@@ -472,6 +548,63 @@ def test_splits_of_a_decode_step_are_merged(splits):
         np.testing.assert_allclose(lse, np.log(total), rtol=1e-5, atol=1e-6)
 
 
+def test_a_chunk_is_written_into_the_outputs_of_those_before():
+    """Of the third and fourth of five queries, merged of two slots each; the other queries keep what they have."""
+    batch, kv_heads, group, chunk, slots, width, start, length = 2, 2, 3, 2, 2, 4, 2, 5
+    q = array(batch, length, kv_heads * group, width)
+    keys = contiguous(array(batch, kv_heads, 4, width), 4)
+    sizes = PrefillSizes.of(q, keys, kv_heads, slots, PrefillConfig(tokens=2), return_lse=True, interpret=True)
+    draw = np.random.default_rng(0)
+    parts = draw.normal(size=(batch, kv_heads, chunk, slots, 4, width)).astype(np.float32)  # three heads padded to four
+    lses = draw.normal(size=parts.shape[:-1]).astype(np.float32)
+    is_seen = np.ones((batch, kv_heads, chunk, slots), bool)
+    is_seen[0, 1, 1], is_seen[1, 0, 0, 1] = False, False  # one query saw nothing, one a single block
+    parts[1, 0, 0, 1] = np.nan
+    behind = ((0, 2 * 4), (0, 0))  # where the last tile's lanes without a pair write
+    flat = np.pad(parts.reshape(-1, width), behind), np.pad(lses.reshape(-1), behind[:1])
+    before = array(batch, length * kv_heads * 4, width) + 7, array(batch, length * kv_heads * 4) + 8
+    merge_chunk = jax.jit(partial(by_block._merge, start=start, sizes=sizes))
+    out, lse = merge_chunk(*map(jnp.asarray, (*flat, is_seen)), before)
+    weights = np.exp2(lses) * is_seen[..., None]  # [B K C J 4]
+    total = weights.sum(3)
+    expected = (np.nan_to_num(parts) * weights[..., None]).sum(3) / np.where(total, total, 1)[..., None]
+    in_rows = lambda x: np.asarray(x).reshape(batch, length, kv_heads, 4, *x.shape[2:])
+    own = slice(start, start + chunk)
+    np.testing.assert_allclose(in_rows(out)[:, own], expected.swapaxes(1, 2), rtol=1e-5, atol=1e-6)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(in_rows(lse)[:, own], np.log(total).swapaxes(1, 2), rtol=1e-5, atol=1e-6)
+    for found, value in ((out, 7), (lse, 8)):
+        assert (np.delete(in_rows(found), range(start, start + chunk), axis=1) == value).all()
+
+
+@pytest.mark.parametrize("backend", ["triton", "mosaic_tpu"])
+def test_a_layer_without_an_index_writes_keys_and_values_alone(backend):
+    """As a dense layer is: traced."""
+    x = Projected(array(2, 3, 4, 8), array(2, 3, 2, 8), array(2, 3, 2, 8), None, None)
+    norms = Projected(array(8), array(8), None, None, None)
+    table, rows = jnp.zeros((2, 3), jnp.int32), (jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32))
+
+    def insert(pool, angle):
+        places = paged(pool, table), paged(pool, table), None
+        how = dict(eps=1e-6, dtype=jnp.bfloat16, backend=backend, interpret=True)
+        return qk_norm_rope_insert(x, norms, angle, angle, *rows, *places, **how)
+
+    written = jax.eval_shape(insert, array(6, 2, 4, 8), array(2, 3, 4))
+    assert (written.q.shape, written.q.dtype) == (x.q.shape, jnp.bfloat16)
+    assert written.k.shape == written.v.shape == (6 * 2, 4, 8) and written.index_q is written.index_k is None
+
+
+def test_a_long_row_is_added_and_normed_in_pieces_of_at_most_8192():
+    """Two of them, powers of two, which cover the row."""
+    x, update = (np.random.default_rng(seed).normal(size=(1, 1 << 14)).astype(np.float32) for seed in (0, 1))
+    weight = np.linspace(-0.5, 0.5, 1 << 14, dtype=np.float32)
+    how = dict(eps=0.1, backend="triton", interpret=True)
+    found, norm = add_norm(*map(jnp.asarray, (x, update, weight)), **how)
+    np.testing.assert_array_equal(found, x + update)
+    expected = (x + update) / np.sqrt(np.mean(np.square(x + update)) + 0.1) * (1 + weight)
+    np.testing.assert_allclose(norm, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_parts_of_a_chunk_are_joined_by_their_weights():
     """In float32, of a query that saw keys in both, and of one that saw none in the second: that may hold NaN."""
     draw = np.random.default_rng(0)
@@ -483,6 +616,17 @@ def test_parts_of_a_chunk_are_joined_by_their_weights():
     expected = (out * weight + np.nan_to_num(new) * new_weight) / (weight + new_weight)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found_lse, np.logaddexp(lse, new_lse), rtol=1e-5, atol=1e-6)
+
+
+def test_a_chunk_needs_the_pages_up_to_its_last_query():
+    """Two are held: of queries up to the last token of the second, and not of one behind it; a whole row has all."""
+    pages, whole = paged(array(3, 2, 4, 8), jnp.array([[1, 0, -1]], jnp.int32)), contiguous(array(1, 2, 12, 8), 4)
+    for positions, in_pages, is_run in (
+        ([6, 7], True, True), ([7, 8], False, True), ([3, -1], True, True), ([-1, -1], True, True),
+        ([8, -1], False, True), ([7, 6], False, False), ([-1, 7], False, False),
+    ):  # fmt: skip
+        at = jnp.array([positions], jnp.int32), jnp.array([max(positions) + 1], jnp.int32)
+        assert cudnn.in_order(pages, *at) == in_pages and cudnn.in_order(whole, *at) == is_run, positions
 
 
 def test_keys_of_a_chunk_and_of_the_pieces_before_it_are_those_of_their_pages():

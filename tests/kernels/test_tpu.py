@@ -61,7 +61,8 @@ from pallas_kernels.sparse_prefill.mosaic_tpu import Config, kv_block_major
 union_tpu = import_module("pallas_kernels.sparse_prefill.mosaic_tpu.query_union")  # its function has its name
 further = pytest.mark.further
 FEW = 3  # queries that a decode kernel is given
-SMALL = replace(GROUPED, B=2, T=6)  # of 40 keys, so that few steps of the interpreter drop many blocks
+# Of 40 keys, so that few steps of the interpreter drop many blocks; three heads to each of two groups.
+SMALL = replace(GROUPED, B=2, T=6, N=6)
 INDEX = {
     # Tiles of four queries, of which the last one of a row is not full.
     "prefill": dict(op=index_kernel, backend="mosaic_tpu", config=IndexConfig(lanes=8, pages=4)),

@@ -1,5 +1,7 @@
 """Calls of the model: what they refuse, and that a call outside `jax.jit` compiles once."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,22 @@ def test_a_call_refuses(model, method, tokens, options, message):
     """An id beyond the vocabulary would be clamped and -1 wrap around."""
     with pytest.raises(ValueError, match=message):
         getattr(model, method)(tokens, **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "options", "message"),
+    [
+        ("__call__", (), dict(edits={"layers.9.q": jnp.negative}), "edits has 'layers.9.q', which the model has not"),
+        ("hidden", (), dict(edits={"logits.q": jnp.negative}), "edits has 'logits.q', which the model has not"),
+        ("intermediates", (), dict(names=("layers.9.q",)), "names has 'layers.9.q', which the model has not"),
+        ("intermediates", (), dict(stop_at=9), "stop_at = 9: layers that run, 0 to 3"),
+        *(("tapped", (layers,), {}, re.escape(f"layers = {layers}: the model has 0 (the embedding) to 3"))
+          for layers in ((), (-1,), (4,), (2, 2))),
+    ],
+)  # fmt: skip
+def test_a_call_refuses_values_and_layers_that_it_has_not(model, method, args, options, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(model, method)(TOKENS, *args, **options)
 
 
 def test_a_traced_call_refuses_under_checks():

@@ -415,6 +415,21 @@ def test_taps_are_the_residual_stream():
         model().tapped(jnp.asarray(TOKENS), (0, 3))
 
 
+def test_what_a_draft_does_not_say_is_llama_s():
+    sizes = dict.fromkeys(("hidden_size", "vocab_size", "draft_vocab_size", "head_dim", "intermediate_size"), 8)
+    plain = eagle3.Eagle3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, taps=(0, 1))
+    assert (plain.rms_norm_eps, plain.rope_theta) == (1e-6, 1e4)
+    assert not (plain.fc_norm or plain.norm_output or plain.norm_before_residual)
+    assert plain.own_embedding and plain.own_head
+
+
+def test_a_new_draft_s_matrices_keep_the_size_of_what_they_read():
+    make = eagle3.MakeRandomDraft(np.random.default_rng(0), "float32")
+    drawn = np.asarray(make.weight((64, 32), (None, None), fan_in=16)[...])
+    assert abs(drawn.mean()) < 0.03 and abs(drawn.std() - 16**-0.5) < 0.02
+    assert (make.norm((4,))[...] == 1).all() and make.token_ids(3)[...].tolist() == [0, 1, 2]
+
+
 def test_a_draft_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="hidden_size is 48, the target's 40; its vocab_size is 64, the target's 60"):
         config().check_fits(tiny.config("dM", hidden_size=40, vocab_size=60))

@@ -19,7 +19,7 @@ from m3jax.msa import SelectionRules, chunks, inversion, views
 from m3jax.msa.candidates import Candidates, join_over_devices
 from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
 from m3jax.msa.definition import msa as msa_of_all
-from m3jax.msa.rules import check_chosen, check_lengths, check_numbers, check_rows, check_score_shape
+from m3jax.msa.rules import check_chosen, check_lengths, check_numbers, check_rows, check_score_shape, checked
 from m3jax.msa.schedules import lanes, layout
 from m3jax.msa.schedules.blockwise import _attend_chunk as attend_chunk
 from m3jax.msa.schedules.blockwise import blockwise
@@ -31,6 +31,7 @@ from m3jax.msa.virtual import virtual_pages
 from m3jax.numerics import dot_scores, merge_over_devices, sum_over_devices
 
 RULES = SelectionRules(top_k=3)
+index_walk_module = import_module("m3jax.msa.schedules.index_walk")  # whose name in its package is the function's
 
 
 def ints(*values: object) -> jax.Array:
@@ -198,6 +199,17 @@ def test_parts_of_devices_are_merged_in_one_exchange_and_in_three(gathered_bytes
             np.testing.assert_allclose(lse[device], np.log(total), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_few_parts_of_devices_are_gathered_and_many_are_reduced(devices):
+    """Up to 4 MiB of all devices' outputs, in float32 whatever their dtype."""
+    most = (1 << 20) // devices
+    for width, is_few in ((most, True), (most + 1, False)):
+        part = jax.ShapeDtypeStruct((1, width), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.float32)
+        trace = jax.make_jaxpr(partial(merge_over_devices, mesh_axes=(AXIS,)), axis_env=[(AXIS, devices)])
+        exchanges = [x.primitive.name for x in trace(*part).eqns if x.primitive.name in ("all_gather", "pmax", "psum")]
+        assert exchanges == (["all_gather"] if is_few else ["pmax", "psum", "psum"]), width
+
+
 def test_parts_of_devices_are_added_in_the_order_of_the_devices():
     """Whatever an element's place is: of these parts every other order gives another sum."""
     parts = np.tile(np.array([3e8, 1.0, -3e8, 0.25], np.float32)[:, None, None], (1, 3, 7))
@@ -344,6 +356,17 @@ def test_pieces_of_keys_are_as_long_as_the_platform_and_few_queries_allow(platfo
             taken.clear()
 
 
+def test_chunks_of_queries_are_the_longest_whose_scores_are_held():
+    """Of few keys all scores, of many those of a piece; blocks' scores of many more keys are an eighth of them."""
+    taken, query_chunk = [], index_walk_module._query_chunk
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    for blocks, held in ((2, 2 * 128), (8, 1024), (9, 1024), (64, 1024), (65, 65 * 16), (512, 512 * 16)):
+        sizes = lambda index_q, index_k: taken.append(query_chunk(index_q, views.ContiguousIndex(index_k, 128)))
+        jax.eval_shape(sizes, of(2, 1 << 20, 3, 4), of(2, blocks * 128, 4))
+        chunk = taken.pop()
+        assert chunk * 2 * 3 * held <= 1 << 19 < 2 * chunk * 2 * 3 * held, blocks
+
+
 @pytest.mark.parametrize(("platform", "by_halves"), [("cpu", "scan"), ("gpu", "scan_unrolled"), ("tpu", "scan")])
 def test_many_values_are_searched_by_halves_and_few_by_comparing_all(platform, by_halves, monkeypatch):
     for module in (chunks, inversion):
@@ -361,7 +384,7 @@ def test_many_values_are_searched_by_halves_and_few_by_comparing_all(platform, b
 def test_a_piece_is_read_from_its_first_key_on(monkeypatch):
     """By a query at the last key of a piece, and at the first one of the next: pieces are single blocks here."""
     q, k, v = normal(1, 1, 2, 4), normal(1, 12, 1, 4, seed=1), normal(1, 12, 1, 4, seed=2)
-    monkeypatch.setattr(import_module("m3jax.msa.schedules.index_walk"), "_KEY_CHUNK", 1)  # times four, of few queries
+    monkeypatch.setattr(index_walk_module, "_KEY_CHUNK", 1)  # times four, of few queries
     attend = jax.jit(lambda *at: attend_chunk(jnp.asarray(q), msa.contiguous(*map(jnp.asarray, (k, v)), SIZE), *at, 1))
     index_q, index_k = jnp.asarray(q[:, :, :1]), jnp.asarray(k[:, :, 0])
     scores = jax.jit(lambda *at: walk_scores(index_q, msa.contiguous_index(index_k, SIZE), *at))
@@ -411,6 +434,41 @@ def test_lengths_from_none_to_all_keys_pass():
     assert "lengths[0] = -1: a row has 0 to 7 keys here" in found_by(check_lengths, ints(-1, 8), 7)
 
 
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_view_has_the_keys_of_all_devices_that_share_its_rows(devices):
+    share = None if devices == 1 else Share(ints(0, 0), SIZE, devices, ("context",))
+    pages = jnp.zeros((1, 2, 1, SIZE, 2))
+    view = views.Paged(pages, pages, None, 0, ints([0, 1], [1, 0]), jnp.float32, share)
+    call = checked(lambda view, lengths: None)
+    most = devices * 2 * SIZE
+    assert not found_by(call, view, ints(most, 0))
+    assert f"lengths[0] = {most + 1}: a row has 0 to {most} keys here" in found_by(call, view, ints(most + 1, 0))
+
+
+def test_each_call_looks_at_the_lengths_of_its_rows():
+    """Of keys in rows, and of the scores of their blocks, in which the last block may be cut off."""
+    at, floats = ints([6], [6]), lambda *shape: jnp.zeros((2, *shape))
+    call = partial(select_blocks, floats(1, 1, 2), at, rules=RULES, block_size=SIZE)
+    assert not found_by(call, ints(7, 8))
+    assert "lengths[1] = 9: a row has 0 to 8 keys here" in found_by(call, ints(7, 9))
+    q, k = floats(1, 1, 2), floats(7, 1, 2)
+    for call in (
+        partial(block_scores, q, k[:, :, 0], at, block_size=SIZE),
+        partial(dense_attention, q, k, k, at),
+        partial(sparse_attention, q, k, k, ints([[[0, 1]]], [[[0, 1]]]), at, block_size=SIZE),
+        partial(msa_of_all, q, k, k, q, k[:, :, 0], at, rules=RULES, block_size=SIZE),
+    ):
+        assert "lengths[1] = 8: a row has 0 to 7 keys here" in found_by(
+            lambda n, call=call: call(lengths=n), ints(7, 8)
+        )
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_scores_are_checked_where_they_are_made():
+    with pytest.raises(ValueError, match="score = 'mean': allowed are 'max', 'lse', and a function"):
+        block_scores(jnp.zeros((1, 1, 1, 2)), jnp.zeros((1, 4, 2)), ints([0]), ints(4), SIZE, "mean")
+
+
 def test_a_call_without_a_token_is_refused_where_a_row_has_keys():
     refused = found_by(check_rows, ints([5, 6], [-1, -1]), ints(5, 4))
     assert "positions[0, 0] = 5 of a row with 5 keys: all queries are padding" in refused
@@ -453,6 +511,9 @@ def test_the_smallest_and_largest_id_of_a_selection():
     assert "ids are -1 to 2 for 12 keys" in found(0, 2, 3, num_keys=12)
     assert "ids are -1 to 2" in found(-2, 0, 2)
     assert "names a block twice" in found(0, 0, 2)
+    later = ints([[[0, 1, -1], [0, 1, -1]]]), ints([3, 4]), ints(10)  # the second query's own block is block 1
+    assert "blocks[0, 0, 0] = [0, 1, -1]" in (message := found_by(check_chosen, *later, 10, SIZE))
+    assert "names a block behind the query's own, in blocks of 4" in message
     message = found(0, 1, -1)
     assert "blocks[0, 0, 0] = [0, 1, -1], of a query at position 9 of 10, lacks the query's own block" in message
 

@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -680,15 +681,19 @@ def test_embedding_and_head_on_a_mesh_are_those_of_one_device(sizes):
         assert logits.sharding.is_fully_replicated or batch == 16  # drawing one of few exchanges nothing more
 
 
-@pytest.mark.parametrize("leading", [(3,), (1, 4), (2, 5)])
+@pytest.mark.parametrize("leading", [(3,), (1, 4), (3, 5), (16,), (2, 8)])
 def test_a_head_on_a_mesh_is_said_to_lie_by_words_before_few_logits_go_everywhere(leading, unchecked):
-    """Whatever axes of tokens stand before the words. A mesh of devices that are not there: the program is traced."""
+    """Whatever axes of tokens stand before the words, and of 16 tokens and more nothing is said.
+
+    A mesh of devices that are not there: the program is traced.
+    """
     mesh = AbstractMesh((1, 1, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4)
     how = Divided(Compute(mesh=mesh), True)
     shapes = jax.ShapeDtypeStruct((*leading, 3), F32), jax.ShapeDtypeStruct((8, 3), F32)
     traced = jax.make_jaxpr(how.unembed)(*shapes).jaxpr
     said = [step.params["sharding"].spec for step in traced.eqns if step.primitive.name == "sharding_constraint"]
-    assert said == [P(*[None] * len(leading), ("context", "expert", "tensor")), P()]
+    is_few = math.prod(leading) < 16
+    assert said == ([P(*[None] * len(leading), ("context", "expert", "tensor")), P()] if is_few else [])
 
 
 def test_choices_have_as_many_columns_as_devices_divide():

@@ -59,7 +59,7 @@ class Slots:
         is_taken = page_of >= 0  # [D]
         # A dirty slot holds the only copy of its tokens, and one that this call wants is read next.
         is_kept = dirty | (is_taken & wanted[jnp.maximum(page_of, 0)])  # [D]
-        is_missing = wanted & (slot_of < 0)  # [V]
+        is_missing = wanted & ~self.here(layer)  # [V]
         count = jnp.minimum(jnp.sum(is_missing), jnp.sum(~is_kept)).astype(jnp.int32)
         # Free slots first, then those that were used longest ago, those to keep last.
         last_used = jnp.where(is_kept, jnp.iinfo(jnp.int32).max, jnp.where(is_taken, used_at, -1))
@@ -77,6 +77,10 @@ class Slots:
             used_at=self.used_at.at[layer].set(used_at),
         )
         return assigned, pages, slots, count
+
+    def here(self, layer: Int[Array, ""]) -> Bool[Array, " V"]:
+        """Return True for the virtual pages that have a slot in a layer."""
+        return self.slot_of[layer] >= 0
 
     def forget(self, pages: Int[Array, " C"]) -> "Slots":
         """Drop virtual pages whose contents in host memory have changed; a page outside [0, V) is ignored."""
@@ -232,7 +236,7 @@ class OffloadedStack(ReadByViews):
         def attend_pass(state):
             pool, remaining, out, lse = state
             pool = pool.bring(layer, remaining, places.host)
-            is_here = remaining & (pool.slots.slot_of[layer] >= 0)  # [V]
+            is_here = remaining & pool.slots.here(layer)  # [V]
             blocks_here = jnp.where(is_chosen & is_here[pages], blocks, -1)
             # No kernel reads keys and values through the pool's slots: "auto" is XLA here.
             part = _attend_to_some(
@@ -279,7 +283,7 @@ class OffloadedStack(ReadByViews):
         def copy_pass(state):
             pool, remaining, keys, values = state
             pool = pool.bring(layer, remaining, places.host)
-            is_here = remaining & (pool.slots.slot_of[layer] >= 0)  # [V]
+            is_here = remaining & pool.slots.here(layer)  # [V]
             is_copied = (is_chosen & is_here[pages])[..., None, None]  # [C K 1 J 1 1]
             new_keys, new_values = gather(pool.view(layer, places, dtype), rows, blocks)
             keys, values = jnp.where(is_copied, new_keys, keys), jnp.where(is_copied, new_values, values)
@@ -306,7 +310,7 @@ class OffloadedStack(ReadByViews):
 
     def count(self, layer: Int[Array, ""], wanted: Bool[Array, " V"]) -> "OffloadedStack":
         """Add the selected pages to the layer's hits, if they are in the pool, or else to its misses."""
-        hits = jnp.sum(wanted & (self.slots.slot_of[layer] >= 0)).astype(jnp.int32)
+        hits = jnp.sum(wanted & self.slots.here(layer)).astype(jnp.int32)
         misses = jnp.sum(wanted).astype(jnp.int32) - hits
         return self.replace(hits=self.hits.at[layer].add(hits), misses=self.misses.at[layer].add(misses))
 

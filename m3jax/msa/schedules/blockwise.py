@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.msa.chunks import elements_at_once, map_chunks, rows_within
 from m3jax.msa.definition import sees
-from m3jax.msa.rules import check_heads, checked
+from m3jax.msa.rules import checked
 from m3jax.msa.schedules.layout import group_rows, ungroup_rows, zero_behind_row
 from m3jax.msa.views import BlockView
 from m3jax.numerics import RunningSoftmax, accumulator
@@ -24,7 +24,6 @@ def blockwise(
     Pieces that lie after every query of a chunk are skipped, so is what the view holds beyond the longest row.
     """
     batch, num_queries, num_heads, _ = q.shape
-    check_heads(q, view.num_heads, view.width)
     is_few = batch * num_queries <= _FEW_ROWS
     blocks_per_piece = (elements_at_once(_KEY_CHUNK) if is_few else _KEY_CHUNK) // view.block_size
     blocks_per_piece = max(1, min(blocks_per_piece, view.num_blocks))

@@ -13,7 +13,7 @@ from pallas_kernels.numbers import BEHIND_ALL
 from pallas_kernels.pages import FinderRefs, Pages, seen_positions
 from pallas_kernels.sparse_prefill.triton.query_union import default_config
 from pallas_kernels.sparse_prefill.triton.sizes import Config, Sizes
-from pallas_kernels.triton_common import Softmax, check_pool, div, dot, empty_softmax, finish, fold, rem
+from pallas_kernels.triton_common import Softmax, check_pool, div, dot, empty_softmax, finish, fold, late_first, rem
 
 __all__ = ["LIMITS", "Config", "run"]
 
@@ -49,8 +49,7 @@ def run(
 
 
 def _kernel(q_ref, positions_ref, k_ref, finder: FinderRefs, v_ref, out_ref, lse_ref, *, sizes: Sizes):
-    # Late tiles have the most keys: they come first.
-    tile, head, row = sizes.tiles - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    tile, head, row = late_first(sizes.tiles), pl.program_id(1), pl.program_id(2)
     tile_token, member = sizes.tile_lanes()
     token = sizes.first_token(tile) + tile_token
     source = jnp.minimum(token, sizes.length - 1) * sizes.heads

@@ -28,7 +28,7 @@ from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.index_topk.ranking import KEY_OF_MINUS_INF, BestBlocks, empty_list, insert, selection, sort_key
 from pallas_kernels.numbers import BEHIND_ALL, power_of_two
 from pallas_kernels.pages import FinderRefs, Pages, seen_positions
-from pallas_kernels.triton_common import check_pool, div, dot, rem
+from pallas_kernels.triton_common import check_pool, div, dot, late_first, rem
 
 _PROGRAMS = 2 * 132  # fewer than this leave part of a Hopper GPU idle
 
@@ -154,8 +154,7 @@ class Sizes:
 
 def _select_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, *chosen_refs, sizes: Sizes):
     """Select the blocks of one tile's queries; the program's list is the selection."""
-    # Late tiles have the most keys: they come first, and the short ones fill the gaps.
-    tile, split, row = sizes.tiles - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    tile, split, row = late_first(sizes.tiles), pl.program_id(1), pl.program_id(2)
     queries = sizes.queries(positions_ref, row, tile)
     best = _walk(q_ref, positions_ref, pool_ref, finder, queries, tile=tile, split=split, row=row, sizes=sizes)
     _write(chosen_refs, best, queries, row)
@@ -163,7 +162,7 @@ def _select_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, *chosen_r
 
 def _list_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, keys_ref, ids_ref, *, sizes: Sizes):
     """Write the list of one split of a tile's blocks; `_merge_kernel` merges the lists of all splits."""
-    tile, split, row = sizes.tiles - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    tile, split, row = late_first(sizes.tiles), pl.program_id(1), pl.program_id(2)
     queries = sizes.queries(positions_ref, row, tile)
     best = _walk(q_ref, positions_ref, pool_ref, finder, queries, tile=tile, split=split, row=row, sizes=sizes)
     lane = sizes.list_lane(tile)
