@@ -19,7 +19,7 @@ from m3jax.train import convert, eagle3, grpo, packing, run
 from m3jax.train.conversations import Example
 from m3jax.train.dense import in_model_units
 from m3jax.train.eagle3 import continuations
-from m3jax.train.grpo import Rounds, RunSettings, prompts_of_round
+from m3jax.train.grpo import Rounds, RunSettings, TurnWriter, prompts_of_round
 from m3jax.train.packing import attend_by_chunks, pack, packed_row
 from m3jax.train.policy import PolicyLoss
 from m3jax.train.rewards import TaskError
@@ -104,6 +104,17 @@ def test_later_steps_of_a_draft_count_less():
     losses = jnp.array([4.0, 2.0, 1.0])
     expected = (4.0 + 0.8 * 2.0 + 0.64 * 1.0) / (1 + 0.8 + 0.64)
     np.testing.assert_allclose(eagle3._mean_of_steps(losses), expected, rtol=1e-6)
+
+
+def test_a_token_s_slot_is_its_place_in_the_row():
+    """Of queries at the row's end too; what is no token has none."""
+    positions = jnp.array([[0, 1, 2, 0], [0, -1, -1, 3]])
+    assert packing.slots_of(positions).tolist() == [[0, 1, 2, 3], [0, -1, -1, 3]]
+    assert packing.slots_of(positions, 9).tolist() == [[5, 6, 7, 8], [5, -1, -1, 8]]
+    blocks = jnp.array([[[[0, -1], [0, 1], [1, 0], [-1, 0]]]])  # [B K T J]
+    # Documents of 8 and 4 tokens: the queries are at positions 6, 7, 0 and 1, in slots 6 to 9, and blocks are of 4.
+    found = packing.in_row(blocks, jnp.array([[6, 7, 0, 1]]), 10, 4)
+    assert found.tolist() == [[[[0, -1], [0, 1], [3, 2], [-1, 2]]]]
 
 
 # A run of stages
@@ -634,6 +645,20 @@ def test_what_a_task_reads_and_tools_write_of_an_answer(unchecked):
         task.has_tools = has_tools
         assert rounds._answer(rows[0], going[0][1], [{"role": "tool"}]) == expected
     assert rounds._answer(rows[3], going[3][1], []) == "text [60, 1]"
+
+
+def test_an_answer_is_read_without_the_token_that_ended_it(unchecked):
+    """As a text of ordinary tokens; as a message, whose marks are special tokens, of all of them."""
+
+    def decode(tokens, skip_special_tokens=True):
+        return "".join(chr(x) for x in tokens if not skip_special_tokens or x < 200)
+
+    writer = TurnWriter(SimpleNamespace(decode=decode), None, (7, 8))
+    for ends in ([], [7], [8]):
+        tokens = [*map(ord, "on"), 201, ord("e"), *ends]
+        assert writer.text(tokens) == "one"
+        message = writer.message({"thinking_mode": "disabled"}, tokens)
+        assert (message["role"], message["content"]) == ("assistant", f"on{chr(201)}e")
 
 
 # Batches of episodes
