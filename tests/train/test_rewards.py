@@ -118,7 +118,7 @@ def test_a_task_s_process_is_ended_with_all_that_waits_for_it(answer, monkeypatc
     monkeypatch.setattr(rewards.multiprocessing, "get_context", lambda kind: context if kind == "spawn" else None)
     (tmp_path / "task.py").write_text("")
     if answer[0]:
-        with pytest.raises(TaskError, match="the file of .*task.py: it has no function reward"):
+        with pytest.raises(TaskError, match=r"the file of .*task.py: it has no function reward"):
             TaskFile(tmp_path / "task.py")
     else:
         with TaskFile(tmp_path / "task.py") as task:
