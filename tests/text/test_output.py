@@ -604,11 +604,11 @@ def test_arguments_are_json_that_every_reader_takes():
             as_json(value)
 
 
-@given(outputs(), st.tuples(st.booleans(), st.booleans(), st.booleans()))
-def test_all_that_can_be_read_of_a_text_is_read_at_once(output, how):
+@given(st.sampled_from(["", "@<tool_call> a"]), outputs(), st.tuples(st.booleans(), st.booleans(), st.booleans()))
+def test_all_that_can_be_read_of_a_text_is_read_at_once(mentioned, output, how):
     """Run again without more text, the machine stays where it is, and has nothing to add."""
     machine = Machine({"f": Tool(ANYTHING, True)}, *how, new_id=lambda: "x")
-    machine.feed(output + "x" * FEWEST)
+    machine.feed(wire(mentioned) + output + "x" * FEWEST)
     seen = lambda: (machine.state, machine.at, len(machine.faults), [*machine.pieces._grains], machine.pieces._events)
     before = seen()
     assert machine.state() is False and seen() == before
