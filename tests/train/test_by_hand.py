@@ -715,6 +715,16 @@ def test_a_batch_of_groups_has_each_prompt_once(unchecked):
     assert [shared_tokens(n, 4) for n in (1, 4, 5, 8, 9)] == [0, 0, 4, 4, 8]
 
 
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 5))
+def test_the_layout_of_groups_is_the_least_that_holds_all(lengths, new, block):
+    """Of whole blocks; a prompt's last token is an answer's."""
+    layout = GroupLayout.of(lengths, new, block)
+    shared = [max(n for n in range(0, length, block) if n <= length - 1) for length in lengths]
+    own = max(length - of_it for length, of_it in zip(lengths, shared, strict=True)) + new
+    assert layout.prompt_slots == max(shared) and layout.block_size == block
+    assert layout.width % block == 0 and own <= layout.width < own + block
+
+
 # What a conversion measures
 
 

@@ -12,6 +12,7 @@ import pytest
 from support import tiny
 from support.options import wrong_defaults
 
+from m3jax.decoding import Sampling
 from m3jax.model.build import abstract
 from m3jax.train import convert, dense, eagle3, lora, losses, packing, policy, rewards, rollouts, run, sft
 from m3jax.train import step as steps
@@ -149,6 +150,25 @@ def test_settings_have_the_defaults_of_their_commands():
     assert of_policy == dict(compute_dtype="float32", remat=False, temperature=None)
     assert asdict(LoraSettings()) == dict(rank=16, alpha=32.0, targets=lora.TARGETS)
     assert (LoraSettings().scale, LoraSettings(rank=8, alpha=4.0).scale) == (2.0, 0.5)
+
+
+def test_a_run_reads_the_distribution_that_it_draws_from():
+    """The model's own where no knob changes it; else after the knobs, by a record of the drawn log-probabilities."""
+    settings = lambda replay=(), **knobs: RunSettings(steps=9, sampling=Sampling(**knobs), replay=replay)
+    for plain in (settings(), settings(seed=7), settings(("blocks",))):
+        assert (plain.temperature, plain.record) == (None, plain.replay)
+    for changed, temperature in (
+        (settings(temperature=0.5), 0.5), (settings(top_k=3), 1.0), (settings(top_p=0.5), 1.0),
+        (settings(min_p=0.25), 1.0), (settings(("support", "blocks")), 1.0),
+    ):  # fmt: skip
+        assert changed.temperature == temperature and changed.record == (*changed.replay, "drawn_logprobs")
+    decisive = settings(temperature=0.5).decisive
+    assert decisive["sampling.temperature"] == 0.5 and decisive["loss.correction.limit"] == 2.0
+    assert not {"steps", "save_every", "sampling", "loss"} & decisive.keys() and decisive["replay"] == []
+    for warmup, rates in ((0, [1e-5, 1e-5]), (4, [0.0, 2.5e-6])):
+        rate = RunSettings(steps=9, warmup_steps=warmup).schedule
+        np.testing.assert_allclose([rate(0), rate(1)], rates, rtol=1e-6)
+        np.testing.assert_allclose([rate(4), rate(9)], [1e-5, 1e-5], rtol=1e-6)
 
 
 LEAST = {
@@ -311,7 +331,7 @@ def test_matrices_get_adapters_in_this_order(unchecked):
     assert lora._shapes(model, ("experts",)) == experts
 
 
-def test_batches_are_made_in_order_and_one_ahead():
+def test_batches_are_made_in_order_and_one_ahead(monkeypatch):
     made = []
 
     class Numbers:
@@ -319,9 +339,17 @@ def test_batches_are_made_in_order_and_one_ahead():
             made.append(step)
             return {"step": step}
 
+    submitted = []
+
+    class Pool(run.ThreadPoolExecutor):
+        def submit(self, fn, step):
+            submitted.append(step)
+            return super().submit(fn, step)
+
+    monkeypatch.setattr(run, "ThreadPoolExecutor", Pool)
     batches = _made_ahead(Numbers(), range(3, 7), workers=0)
     assert next(batches) == {"step": 3}
-    assert max(made) <= 4
+    assert submitted == [3, 4]
     assert [batch["step"] for batch in batches] == [4, 5, 6] and sorted(made) == [3, 4, 5, 6]
     assert list(_made_ahead(Numbers(), range(5, 5), workers=0)) == []
 
