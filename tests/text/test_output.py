@@ -530,6 +530,9 @@ FAULTS = {
 # What is within the block of a call to "edit" or "sum": the arguments, the text behind the call, the faults.
 WITHIN = {
     '"edit">@<tool_call>@<all>true@</all>@</invoke>': ('{"all":true}', "", ["<tool_call> within call 0 is ignored"]),
+    '"edit">@</invoke>@<tool_call>@</invoke>@</tool_call>': (
+        "{}", "", ["<tool_call> between calls is ignored", "</invoke> between calls is ignored"]
+    ),
     '"edit">@<all>true@</all></nothing>@</invoke>': (
         '{"all":true}', "", ["text beside the parameters of call 0 is dropped"]
     ),

@@ -79,6 +79,7 @@ VALUES = [
     ({"type": "boolean"}, "true", True),
     ({"type": "boolean"}, "False", False),
     ({"type": "boolean"}, "1", True),
+    ({"type": "boolean"}, "0", False),
     ({"type": "boolean"}, "yes", "yes"),
     ({"type": "null"}, "", None),
     ({"type": "null"}, "Null", None),
@@ -334,8 +335,12 @@ def test_a_schema_of_many_alternatives_is_read_in_a_moment():
     assert call.arguments == {"p": "5", "q": {"a": "b"}}
     assert call.problems == ("arguments: cannot be checked: more than 10000 references were followed",)
     chain = {f"c{n}": {"$ref": f"#/$defs/c{n + 1}"} for n in range(70)}
+    chained = lambda count: {"type": "object", "$defs": chain, "properties": {"p": chain[f"c{69 - count}"]}}
+    chain["c70"] = {"type": "integer"}
     with pytest.raises(ValueError, match="alternatives nest deeper than 64"):
-        parser([tool("f", {"type": "object", "$defs": chain, "properties": {"p": chain["c0"]}})])
+        parser([tool("f", chained(64))])
+    (call,) = parser([tool("f", chained(63))]).parse(wire(f"{HEAD}@<p>5@</p>{TAIL}")).tool_calls
+    assert call.arguments == {"p": 5}
 
 
 def test_elements_nest_64_deep():
