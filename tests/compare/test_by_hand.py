@@ -169,6 +169,12 @@ def test_a_matrix_is_solved_for_where_there_are_tokens_enough():
     right, wrong = act(gate, up) @ down, act(gate, up, 0.0) @ down
     assert said("layers.0.ffn_out", right, wrong, mine=parts) == wanted
     assert said("layers.0.ffn_out", right, wrong, mine={"layers.0.gate": gate}) is None
+    # What no matrix explains is a ten-thousandth at most; tokens more than inputs leave room for it.
+    x, rest = act(gate, up), DRAW.normal(size=right.shape)
+    rest -= x @ np.linalg.lstsq(x, rest, rcond=None)[0]
+    rest *= np.linalg.norm(right) / np.linalg.norm(rest)
+    for share, found in ((0.9e-4, wanted), (1.1e-4, None)):
+        assert said("layers.0.ffn_out", right + share * rest, wrong, mine=parts) == found
     for value in (np.nan, np.inf):
         assert said("layers.0.ffn_out", changed(right, (3, 5), value), wrong, mine=parts) is None
         broken = parts | {"layers.0.up": changed(up, (3, 5), np.nan)}
@@ -226,6 +232,9 @@ def test_what_block_scores_look_like():
     rounded = seen(right * (1 + 9e-4))  # what rounding makes of the others is no difference
     assert said(name, right, np.where(is_own, behind, rounded)) == sentence
     assert said(name, right, seen(right * (1 + 2e-3))) != sentence
+    zero = changed(right, (20, 1, 0), 0.0)  # of which a share is nothing: a millionth is
+    for near, found in ((0.9e-6, sentence), (1.1e-6, None)):
+        assert said(name, zero, changed(np.where(is_own, behind, zero), (20, 1, 0), near)) == found
     assert said(name, right, changed(behind, (20, 1, 0), 9.0)) is None
 
 

@@ -1,16 +1,20 @@
 """Numbers of the tools that a user meets: limits of a dialogue and of a folder's defaults, shares, schema versions."""
 
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from m3jax.compare import hints, pairs, report, text
 from m3jax.compare.__main__ import DIFFER
-from m3jax.completion import Defaults
+from m3jax.compare.running import compare_sides
+from m3jax.completion import Defaults, generate, generate_text, read_media, read_medium
 from m3jax.dialogue import dialogue
+from m3jax.dialogue.answer import answer
 from m3jax.dialogue.chat import MOST_NEW_TOKENS
 from m3jax.dialogue.dialogue import MOST_CONTEXT
+from m3jax.dialogue.media import dialogue_tokens, read_part
 from m3jax.evaluate import caught, command, dumps, prompts, reading, sources, subjects
 from m3jax.evaluate.__main__ import OPTIONS, TASKS, main, parser, with_defaults
 
@@ -27,6 +31,30 @@ def test_numbers_that_a_user_meets():
     # Numbers that are held at once: logits, those that cross to the host, and probabilities.
     assert (reading._LOGITS_AT_ONCE, dumps._LOGITS_OF_A_CALL, caught._SCORE_BUDGET) == (2**25, 2**26, 2**26)
     assert report._MOST_ROUNDING == {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
+
+
+# Of functions that a user calls, what their docstrings say; all that wait for something say so.
+DEFAULTS = {
+    generate: dict(draft_tokens=3, progress=True),
+    read_media: dict(images=(), videos=(), progress=True),
+    read_medium: dict(called="", progress=True),
+    generate_text: dict(stop=()),
+    answer: dict(stop=(), progress=True),
+    chat.chat: dict(thinking_mode="adaptive", stream=True, stop=(), draft_tokens=3, progress=True),
+    dialogue.Dialogue: dict(thinking_mode="adaptive", messages=(), stop=(), draft_tokens=3, progress=True),
+    dialogue_tokens: dict(progress=True),
+    read_part: dict(progress=True),
+    compare_sides: dict(prompts=(), dtype="float32"),
+    pairs.are_close: dict(share=1e-3),
+    prompts.recall_prompts: dict(distractors=24),
+    reading.Reading: dict(chunk=512, batch=4, kv_dtype=None, index_dtype=None, scales=None),
+}
+
+
+@pytest.mark.parametrize("of", DEFAULTS, ids=lambda of: of.__name__)
+def test_functions_have_these_defaults(of):
+    parameters = signature(of).parameters
+    assert {name: parameters[name].default for name in DEFAULTS[of]} == DEFAULTS[of]
 
 
 def test_defaults_of_a_folder_at_their_limits():
