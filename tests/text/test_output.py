@@ -533,6 +533,10 @@ WITHIN = {
     '"edit">@</invoke>@<tool_call>@</invoke>@</tool_call>': (
         "{}", "", ["<tool_call> between calls is ignored", "</invoke> between calls is ignored"]
     ),
+    '"edit">words@<all>true@</all>@</invoke>': ('{"all":true}', "", ["text beside <all> in call 0 is dropped"]),
+    '"edit">@<edits>@<item>words@<old>a@</old>@<line>3@</line>@</item>@</edits>@</invoke>': (
+        '{"edits":[{"old":"a","line":3}]}', "", ["text beside <old> in call 0 is dropped"]
+    ),
     '"edit">@<all>true@</all></nothing>@</invoke>': (
         '{"all":true}', "", ["text beside the parameters of call 0 is dropped"]
     ),
