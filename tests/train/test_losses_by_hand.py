@@ -1,5 +1,7 @@
 """Losses, drafts and shared prompts with no model: what each part is given, and what becomes of what it gives."""
 
+import contextlib
+import json
 from types import SimpleNamespace
 
 import jax
@@ -10,10 +12,13 @@ import pytest
 from flax import struct
 
 from m3jax.model import Choices
+from m3jax.msa import SelectionRules
 from m3jax.ops import Heads
-from m3jax.train import convert, eagle3, losses, packing, rollouts, sft, shared_prompts, units
+from m3jax.train import convert, eagle3, grpo, lora, losses, packing, rollouts, sft, shared_prompts, units
 from m3jax.train.convert import WarmUpLoss
+from m3jax.train.documents import load_documents
 from m3jax.train.eagle3 import DraftState, draft_losses
+from m3jax.train.lora import LoraLoss
 from m3jax.train.rollouts import RolloutLoss
 from m3jax.train.sft import SFTLoss
 from m3jax.train.shared_prompts import GroupPages, answer_logprobs
@@ -43,7 +48,7 @@ def read(monkeypatch):
 class Measured:
     """A model that is none: its layers measured what it is told, and its trunk notes how it was called."""
 
-    config = SimpleNamespace(index_block_size=4, vocab_size=5)
+    config = SimpleNamespace(index_block_size=4, index_topk_blocks=2, num_local_experts=8, vocab_size=5)
 
     def __init__(self, kept=(), names=(), noted=None):
         self.kept, self.names, self.noted = kept, names, {} if noted is None else noted
@@ -140,6 +145,93 @@ def test_logits_of_so_many_tokens_are_held_as_the_budget_has_room_for(monkeypatc
     assert taken == [(4, 1)]  # 4 tokens of 2 rows of 5 logits are 40
 
 
+def test_a_conversion_measures_the_same_weights_dense_and_selecting(monkeypatch, read):
+    """Sums over a batch; a query counts where it leaves a block out."""
+    by_trunk = [{}, {"caught": jnp.array([1.0]), "window": jnp.array([2.0])}, {"caught": jnp.array([3.0, 4.0])}]
+    by_trunk[2]["window"] = jnp.array([5.0, 6.0])
+    model = Measured(by_trunk)
+    seen = []
+    monkeypatch.setattr(convert, "losses_of_tokens", lambda model, x, targets: seen.append((model, x)) or 2.0 * targets)
+    batch = BATCH | {"positions": jnp.array([[6, 7, 8, 9], [0, 11, 12, -1]])}
+    found = convert._measures.__wrapped__(model, batch, "bfloat16")
+    loss = float((2 * BATCH["targets"] * BATCH["weights"]).sum())
+    expected = dict(dense=loss, sparse=loss, targets=5.0, queries=4, caught=[1, 3, 4], window=[2, 5, 6])
+    assert {name: np.asarray(x).tolist() for name, x in found.items()} == expected
+    names = [model.names for model, _ in seen]
+    assert names[1] == ("bfloat16", (packing.PackedPages, "auto")) and names[0] == (*names[1], "dense")
+    assert all(np.array_equal(x, BATCH["tokens"][..., None] + 1) for _, x in seen)
+    assert model.noted["positions"] is batch["positions"] and model.noted["tokens"] is BATCH["tokens"]
+    assert (
+        model.noted["probe"].keywords == dict(block_size=4, num_kept=2) and model.noted["probe"].func is convert._caught
+    )
+
+
+def test_the_log_probability_of_a_token_is_read_before_it():
+    """Of the model's own logits; with a temperature of these divided by it; with a support among its tokens alone."""
+    draw = np.random.default_rng(0)
+    hidden, matrix = draw.normal(size=(2, 4, 3)).astype(np.float32), draw.normal(size=(3, 40)).astype(np.float32)
+    tokens = draw.integers(0, 40, (2, 4))
+    allowed = draw.random((2, 3, 40)) < 0.5
+    np.put_along_axis(allowed, tokens[:, 1:, None], True, axis=-1)
+    words = np.zeros((2, 3, 2), np.int64)
+    for token in range(40):
+        words[..., token // 32] |= allowed[..., token].astype(np.int64) << (token % 32)
+    support = words.astype(np.uint32).view(np.int32).reshape(2, 3, 2)
+    compute = SimpleNamespace(invariant=False, token_tile=None)
+    model = SimpleNamespace(compute=compute, unembed=lambda hidden: hidden @ matrix)
+    of = lambda support, temperature: losses.logprobs_of_hidden(model, hidden, tokens, support, temperature)
+    found = jax.jit(lambda support: (of(None, None), of(None, 0.5), of(support, None), of(support, 2.0)))(support)
+    logits = (hidden @ matrix)[:, :-1]
+    for number, (is_left, temperature) in enumerate(((True, 1.0), (True, 0.5), (allowed, 1.0), (allowed, 2.0))):
+        expected = log_softmax(np.where(is_left, logits / temperature, -np.inf))
+        expected = np.take_along_axis(expected, tokens[:, 1:, None], axis=-1)[..., 0]
+        np.testing.assert_allclose(found[number], expected, rtol=1e-4, atol=1e-5, err_msg=str(number))
+
+
+def test_a_language_model_learns_the_next_token_and_its_index_branch(monkeypatch):
+    """The branch's loss is the mean over all sparse layers, and weighed; loads are those of the stacks."""
+    kept = [{"kl": jnp.array([1.0, 2.0]), "load": "loads"}, {}, {"kl": jnp.array([6.0])}]
+    model, loss = Measured(kept), losses.MSALoss(kl_weight=0.5, kl_stride=2, remat="products", fused=True)
+    trunk = lambda tokens, embeddings, probe, remat: Measured.trunk(model, tokens, embeddings, probe, remat)
+    prepared = SimpleNamespace(trunk=trunk, config=Measured.config, final_norm=model.final_norm, unembed=model.unembed)
+    monkeypatch.setattr(losses, "check_trainable", lambda of: None)
+    monkeypatch.setattr(losses, "cast_weights", lambda of, dtype: (of, dtype))
+    monkeypatch.setattr(losses, "fuse", lambda given: prepared if given == ("master", "bfloat16") else None)
+    tokens = np.array([[1, 2, 0, 1, 3], [0, 1, 1, 0, 4]])
+    weights = np.float32([[1, 0, 2, 1], [1, 1, 0, 0]])
+    value, parts = loss("master", {"tokens": tokens, "weights": weights, "step": 3})
+    logits = (tokens[:, :-1] + 1.0)[..., None] * np.arange(5.0)
+    of_targets = -np.take_along_axis(log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+    lm = (of_targets * weights).sum() / 6
+    np.testing.assert_allclose([value, parts["lm"], parts["kl"]], [lm + 0.5 * 3, lm, 3], rtol=1e-5)
+    assert parts["loads"] == ["loads", None, None] and model.noted["remat"] == "products"
+    probe = model.noted["probe"].keywords
+    assert (probe["block_size"], probe["num_experts"], probe["loss"]) == (4, 8, loss)
+    assert int(probe["offset"]) == int(loss.offset({"step": 3}))
+    assert losses.MSALoss().prepare("master") == ("master", "bfloat16")
+    assert float(losses.layer_parts([{}])["kl"]) == 0.0
+    nothing = losses.next_token_loss(jnp.zeros((1, 2, 3)), jnp.zeros((1, 2), int), jnp.zeros((1, 2)))
+    half = losses.next_token_loss(jnp.zeros((1, 2, 3)), jnp.zeros((1, 2), int), jnp.full((1, 2), 0.25))
+    assert float(nothing) == 0.0 and float(half) == pytest.approx(0.5 * np.log(3))  # weights below 1 are no mean
+
+
+def test_loads_are_shares_of_the_routed_pairs(monkeypatch):
+    monkeypatch.setattr(losses, "index_kl", lambda *given, **named: (given, named))
+    of_tokens = np.arange(7)[None]
+    values = dict(q=of_tokens, k="k", index_q=of_tokens + 10, index_k="index k", blocks=of_tokens[None] + 20)
+    values["expert_ids"] = jnp.array([[[0, 1], [1, 3], [1, 0], [3, 1]]])
+    context = SimpleNamespace(positions=of_tokens + 30, lengths="lengths")
+    measure = lambda values, loss: losses._layer_measures(values, context, 4, 5, np.int32(1), loss)
+    found = measure(values, losses.MSALoss(kl_stride=3))
+    (q, k, index_q, index_k), named = found["kl"]
+    assert (q.tolist(), k, index_q.tolist(), index_k) == ([[1, 4]], "k", [[11, 14]], "index k")
+    assert named.pop("blocks").tolist() == [[[21, 24]]] and named.pop("positions").tolist() == [[31, 34]]
+    assert named == dict(lengths="lengths", block_size=4)
+    assert found["load"].tolist() == [0.25, 0.5, 0.0, 0.25, 0.0]
+    assert measure(values, losses.MSALoss(kl_weight=0.0)).keys() == {"load"}
+    assert measure({"q": of_tokens}, losses.MSALoss()) == {}
+
+
 def test_a_policy_is_its_own_old_one_in_the_first_step(monkeypatch, read):
     """What the model reads has its gradient in the loss, and none in what is handed on."""
     read_of = lambda model, batch, remat, temperature: model.w * jnp.array([[1.0, 2.0]])
@@ -196,6 +288,42 @@ def test_a_gpu_computes_rows_of_16_bits_by_cudnn(monkeypatch, dtype):
     assert (len(cut), seen) == ((1, ["cudnn"]) if dtype == "bfloat16" else (2, []))
 
 
+def test_documents_of_a_row_are_read_and_selected_from_alone():
+    """Queries are the row's last: two documents of 7 and 5 tokens in blocks of 2, and padding between and behind."""
+    draw, block, first, slots = np.random.default_rng(3), 2, 2, 14
+    positions = np.array([[*range(2, 7), -1, *range(5), -1]], np.int32)
+    starts = np.array([0] * 5 + [-1] + [8] * 5 + [-1])
+    q, k, v = (draw.normal(size=(1, n, heads, 3)).astype(np.float32) for n, heads in ((12, 4), (14, 2), (14, 2)))
+    index_q, index_k = (
+        draw.normal(size=(1, 12, 2, 3)).astype(np.float32),
+        draw.normal(size=(1, 14, 3)).astype(np.float32),
+    )
+    rules = SelectionRules(top_k=2)
+
+    @jax.jit
+    def run(q, k, v, index_q, index_k):
+        chosen = packing.select_in_documents(index_q, index_k, positions, rules, block)
+        in_row = packing.in_row(chosen, positions, slots, block)
+        every = packing.attend_to_documents(q, k, v, positions)
+        return chosen, in_row, every, packing.attend_to_blocks(q, k, v, positions, in_row, block)
+
+    chosen, in_row, every, selected = run(q, k, v, index_q, index_k)
+    for t in np.flatnonzero(positions[0] >= 0):
+        slot, start = first + t, starts[t]
+        for group in range(2):
+            scores = index_k[0, start : slot + 1] @ index_q[0, t, group]
+            of_blocks = [scores[i : i + block].max() for i in range(0, len(scores), block)]
+            own = len(of_blocks) - 1
+            kept = {own, int(np.argmax(of_blocks[:own]))} if own else {0}
+            assert {*chosen[0, group, t].tolist()} - {-1} == kept
+            assert {*in_row[0, group, t].tolist()} - {-1} == {x + start // block for x in kept}
+            seen = np.arange(start, slot + 1)
+            for head in (2 * group, 2 * group + 1):
+                for out, keys in ((every, seen), (selected, seen[np.isin((seen - start) // block, [*kept])])):
+                    weights = np.exp(log_softmax(k[0, keys, group] @ q[0, t, head] / np.sqrt(3)))
+                    np.testing.assert_allclose(out[0, t, head], weights @ v[0, keys, group], rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_caught_is_attention_in_the_selected_blocks_and_in_the_last_ones():
     """By the definition, token by token: two documents in a row, of whose queries those from block J on count."""
     draw, block, kept = np.random.default_rng(0), 2, 2
@@ -222,6 +350,73 @@ def test_what_is_caught_is_attention_in_the_selected_blocks_and_in_the_last_ones
     np.testing.assert_allclose(found["caught"], sum(caught) / 2, rtol=1e-5)
     np.testing.assert_allclose(found["window"], sum(window) / 2, rtol=1e-5)
     assert convert._caught({"q": values["q"]}, None, block, kept) == {}
+
+
+# Adapters and runs
+
+
+def test_a_loss_of_adapters_has_no_gradient_for_their_model(monkeypatch):
+    monkeypatch.setattr(lora, "merge", lambda base, adapters, scale: base + scale * adapters["a"])
+    loss = LoraLoss(lambda model, batch: (model**2 * batch["x"], {"model": model}), 0.5)
+    of = lambda a, base: loss({"a": a}, {"base": base, "x": 3.0})
+    (value, parts), slopes = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(2.0, 4.0)
+    assert (float(value), float(parts["model"])) == (75.0, 5.0) and [*map(float, slopes)] == [2 * 5 * 3 * 0.5, 0.0]
+    adapters, optimizer = {"x": {"a": jnp.float32([1.0])}}, optax.trace(0.5)
+    state = lora.init_adapter_state(adapters, optimizer)
+    assert int(state.step) == 0 and state.model["x"]["a"].tolist() == [1.0] and state.opt_state.trace["x"]["a"] == 0
+    assert state.model["x"]["a"] is not adapters["x"]["a"] and state.step.committed
+    adapters["x"]["a"].delete()
+    assert state.model["x"]["a"].tolist() == [1.0]
+
+
+def test_the_first_token_that_differs_in_a_bit_is_named():
+    """Of those that the policy drew, counted from 1."""
+    old = np.float32([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
+    mask = np.array([[True, False, True], [False, True, True]])
+    sampler = np.where(mask, old, np.float32(0))
+    grpo.check_bits(dict(mask=mask, sampler=sampler, old=old))
+    sampler[1, 1:] = np.nextafter(old[1, 1:], np.float32(0))
+    said = r"differ in 2 of 4 tokens, first in answer 1, token 2: .*-5\.0.* and .*-4\.99"
+    with pytest.raises(grpo.PartedPolicies, match=said):
+        grpo.check_bits(dict(mask=mask, sampler=sampler, old=old))
+
+
+def test_a_prompt_is_a_text_or_messages_of_a_model_with_a_template():
+    tokenizer = SimpleNamespace(encode=lambda text: [*text.encode()])
+    template = SimpleNamespace(encode=lambda tokenizer, messages, **named: [(messages, named)])
+    assert grpo._encode({"prompt": "ab"}, 3, tokenizer, None) == (97, 98)
+    given = {"messages": "talk", "tools": "tools", "thinking_mode": "enabled"}
+    named = dict(tools="tools", thinking_mode="enabled")
+    assert grpo._encode(given, 3, tokenizer, template) == (("talk", named),)
+    assert grpo._encode({"messages": "talk"}, 3, tokenizer, template) == (("talk", dict.fromkeys(named)),)
+    for row, reason in (({"prompt": 5}, "prompt 3 of the task is int"), (given, "prompt 3 of the task has messages")):
+        with pytest.raises(ValueError, match=reason):
+            grpo._encode(row, 3, tokenizer, None)
+    assert grpo.arguments_of({"function": {"arguments": '{"a": 1}'}}) == {"a": 1}
+    assert grpo.arguments_of({"function": {"arguments": {"a": 1}}}) == {"a": 1}
+
+
+def test_a_document_is_a_text_between_its_marks(tmp_path):
+    """Those that the tokenizer has, which is made for the first text alone."""
+    made, file = [], tmp_path / "data.jsonl"
+    file.write_text('{"tokens": [1, 2]}\n{"text": "ab"}\n{"text": "c"}\n', encoding="utf-8")
+    for marks, expected in (((7, 9), [[7, 97, 98, 9], [7, 99, 9]]), ((None, 9), [[97, 98, 9], [99, 9]])):
+        reader = SimpleNamespace(bos_id=marks[0], eos_id=marks[1], encode=lambda text: [*text.encode()])
+        found = load_documents(file, lambda reader=reader: made.append(1) or reader, 100, 8)
+        assert [example.tokens.tolist() for example in found] == [[1, 2], *expected]
+        assert all(example.is_written.all() and example.tokens.dtype == np.int32 for example in found)
+    assert made == [1, 1]
+    file.write_text('{"tokens": [1, 2]}\n')
+    load_documents(file, lambda: pytest.fail("no text to read"), 100, 8)
+    for tokens, reason in (
+        ([0, 99], None),
+        ([0, 100], "100 is no token"),
+        ([0, True], "True is no token"),
+        ([5], "1 tok"),
+    ):
+        file.write_text(json.dumps({"tokens": tokens}))
+        with pytest.raises(ValueError, match=reason) if reason else contextlib.nullcontext():
+            load_documents(file, lambda: None, 100, 8)
 
 
 # Units
