@@ -1,6 +1,7 @@
 """Parts of training with no model: which rows and seeds a step has, what a run says and keeps, a round's figures."""
 
 import contextlib
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -405,6 +406,18 @@ def test_the_figures_of_a_round(monkeypatch, unchecked):
         "token_mult_prob_error": math.exp(0.01), "kl": -0.01,
     }  # fmt: skip
     assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    # With a layout each prompt stands once; in the invariant mode all bits are compared.
+    rounds = dataclasses.replace(rounds, layout="layout", settings=dataclasses.replace(settings, invariant=True))
+    clock = iter(range(9))
+    monkeypatch.setattr(grpo, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    shared = lambda *given: calls.update(shared=given) or as_batch([x for group in given[0] for x in group], 8)
+    monkeypatch.setattr(grpo, "as_batch_of_groups", shared)
+    with pytest.raises(grpo.PartedPolicies, match="differ in 18 of 18 tokens"):
+        rounds(number, SimpleNamespace(model="old", step=np.int32(5)))
+    assert calls["shared"] == (groups, "layout", settings.replay)
+    same = lambda self, state, batch: (learn(self, state, batch)[0], learn(self, state, batch)[1], batch["sampler"])
+    monkeypatch.setattr(Rounds, "_learn", same)
+    assert rounds(number, SimpleNamespace(model="old", step=np.int32(5)))[1]["token_mult_prob_error"] == 1.0
 
 
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 9))
