@@ -148,6 +148,11 @@ VALUES = [
     (SHAPES, TEXT_OF(kind="count", value="5"), {"kind": "count", "value": 5}),
     (SHAPES, TEXT_OF(kind="text", value="5"), {"kind": "text", "value": "5"}),
     ({"anyOf": [POINT, {"type": "array", "items": {"type": "integer"}}]}, ITEMS("1"), [1]),
+    # What the first alternative says nothing of is any value, a structure too; the second takes no text there.
+    *[({"anyOf": [{"type": "object", "properties": {"a": {}, "b": {"type": "string"}}},
+                  {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}]},
+       TEXT_OF(a=text, b="5"), {"a": a, "b": b})
+      for text, a, b in (("x", "x", "5"), (TEXT_OF(c="1"), {"c": "1"}, "5"), ("1", "1", 5))],
     ({"allOf": [POINT, {"properties": {"y": {"type": "integer"}}}]}, TEXT_OF(x="1", y="2"), {"x": 1, "y": 2}),
     ({"allOf": [{"type": ["integer", "string"]}, {"type": "integer"}]}, "5", 5),
     ({"allOf": [{"type": "integer"}, {"type": "string"}]}, "5", "5"),

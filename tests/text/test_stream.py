@@ -257,3 +257,23 @@ def test_each_byte_has_the_character_that_the_library_writes_for_it():
     ((written, _),) = pre_tokenizer.pre_tokenize_str(text)
     assert bytes(stream._BYTE_OF[character] for character in written) == text.encode()
     assert [stream._BYTE_OF[chr(byte)] for byte in range(0xAE, 0x100)] == [*range(0xAE, 0x100)]
+
+
+@EVERY_DECODER
+def test_a_token_s_bytes_are_its_own(decoder):
+    """Of ByteLevel those that a text is made of; elsewhere what a token decodes to, and the byte of one that is one."""
+    known = tokenizer(decoder)
+    if decoder == "ByteLevel":
+        text = "two words and é 🦜\n"
+        assert b"".join(map(known.token_bytes, known.encode(text))) == text.encode()
+    else:
+        words = [known.backend.token_to_id(word) for word in WORDS]
+        of_words = [known.decode([token], skip_special_tokens=False).encode() for token in words]
+        assert [*map(known.token_bytes, words)] == of_words
+    if "ByteFallback" in decoder:
+        assert [known.token_bytes(token) for token in byte_ids(decoder, bytes(range(256)))] == [
+            bytes([byte]) for byte in range(256)
+        ]
+    for wrong in (-1, known.vocab_size):
+        with pytest.raises(ValueError):
+            known.token_bytes(wrong)

@@ -360,6 +360,7 @@ def test_batches_are_made_in_order_and_one_ahead(monkeypatch):
         ([], dict(length=8 * 3 * 16, warm_up=2, sparse=8, index_loss=1.0, seeds=(0, 1))),
         (["--length", "64", "--warm-up-steps", "9"],
          dict(length=64, warm_up=9, sparse=1, index_loss=1.0, seeds=(0, 1))),
+        (["--steps", "2"], dict(length=8 * 3 * 16, warm_up=1, sparse=1, index_loss=1.0, seeds=(0, 1))),
         (["--topk-blocks", "99", "--seed", "5", "--freeze-index"],
          dict(length=992, warm_up=2, sparse=8, index_loss=0.0, seeds=(5, 6))),
     ],
