@@ -405,7 +405,7 @@ class Leaf(SimpleNamespace):
 def tuning(monkeypatch, tmp_path):
     """`fine_tune` with steps that count, a clock that goes on by four seconds a step, and a state that is noted."""
     noted = SimpleNamespace(kept=[], said=[], told=[], lines=[], board=[], steps=[], begun=0, clock=0.0, gone=False)
-    noted.fails_at = None
+    noted.fails_at, noted.tick = None, 4.0
     settings = SFTSettings(steps=9, length=8, learning_rate=0.5, schedule="linear")
     state = lambda step: SimpleNamespace(step=step)
     keeper = SimpleNamespace(latest_step=lambda: noted.kept[-1] if noted.kept else None)
@@ -415,7 +415,7 @@ def tuning(monkeypatch, tmp_path):
         if before.step == noted.fails_at:
             raise KeyboardInterrupt
         noted.steps.append((before.step, batch, optimizer, loss_fn, balance_rate))
-        noted.clock += 4.0
+        noted.clock += noted.tick
         return state(before.step + 1), {noted.loss: 0.25 * before.step, "grad_norm": 2.0}
 
     replaced = dict(
@@ -470,6 +470,13 @@ def test_a_run_of_steps_says_keeps_and_writes_what_it_does(tuning, tmp_path):
     assert {each[:2] for each in tuning.board} == {("events", 1)}
     assert tuning.told == [f"step {n} of 9{': compiling' if n == 1 else ''}" for n in range(1, 10)]
     assert tuning.said == [f"step {n} of 9: loss {0.25 * (n - 1):.4f}, 25 tokens/s" for n in (1, 4, 7, 9)]
+
+
+def test_a_line_is_said_where_more_than_ten_seconds_have_gone_by(tuning):
+    for seconds, steps in ((10.0, [1, 3, 5, 7, 9]), (10.5, [1, 2, 3, 4, 5, 6, 7, 8, 9])):
+        tuning.tick, tuning.said[:] = seconds, []
+        tuning.tune()
+        assert [int(line.split()[1]) for line in tuning.said] == steps
 
 
 def test_a_run_of_steps_goes_on_from_what_was_kept(tuning):
