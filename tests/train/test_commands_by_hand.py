@@ -332,7 +332,7 @@ def test_a_command_runs_on_all_hosts_under_its_name(monkeypatch, tmp_path):
     monkeypatch.setattr(sft_command, "_train", lambda args: ("sft", args))
     monkeypatch.setattr(convert_command, "_convert", lambda args, warm_up: ("convert", args, warm_up))
     monkeypatch.setattr(command, "_train", lambda args, settings, channel: ("grpo", args, settings.steps, channel))
-    shared = ["--out", str(tmp_path / "out"), "--steps", "10"]
+    shared = ["--out", str(tmp_path / "runs" / "out"), "--steps", "10"]
     data = ["--data", str(tmp_path / "data")]
     for name, of, run, words, expected in (
         ("m3jax.train sft", sft_parser("sft"), command.run_sft, data, ("sft",)),
@@ -345,7 +345,7 @@ def test_a_command_runs_on_all_hosts_under_its_name(monkeypatch, tmp_path):
         assert (given, called) == (args, name)
         kind, of_work, *rest = work("channel")
         assert (kind, *rest) == expected and of_work is args
-    assert (tmp_path / "out").is_dir()
+    assert (tmp_path / "runs" / "out").is_dir()
 
 
 # What is kept

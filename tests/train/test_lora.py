@@ -86,6 +86,15 @@ def test_what_was_written_is_read(folder):
         np.testing.assert_array_equal(one, other)
 
 
+def test_the_config_is_that_of_plain_adapters(folder):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config == dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path="tiny", r=3, lora_alpha=6.0, lora_dropout=0.0,
+        bias="none", fan_in_fan_out=False, use_rslora=False, use_dora=False, inference_mode=True,
+        target_modules=lora._MODULES, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )  # fmt: skip
+
+
 def check_refused(folder: Path, other: M3, message: str) -> None:
     with pytest.raises(ValueError) as raised:
         load_adapters(folder, other)

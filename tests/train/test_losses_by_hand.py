@@ -15,6 +15,7 @@ from m3jax.model import Choices
 from m3jax.msa import SelectionRules
 from m3jax.ops import Heads
 from m3jax.train import convert, eagle3, grpo, lora, losses, packing, rollouts, sft, shared_prompts, units
+from m3jax.train import step as steps
 from m3jax.train.convert import WarmUpLoss
 from m3jax.train.documents import load_documents
 from m3jax.train.eagle3 import DraftState, draft_losses
@@ -232,6 +233,24 @@ def test_loads_are_shares_of_the_routed_pairs(monkeypatch):
     assert measure({"q": of_tokens}, losses.MSALoss()) == {}
 
 
+def test_scores_of_so_many_queries_are_held_as_the_budget_has_room_for(monkeypatch):
+    """Of each query a score of every head's key and two of every group's."""
+    x = lambda *shape: np.zeros(shape, np.float32)
+    taken, batch, queries, keys = [], 2, 16, 8
+    noted = lambda fn, chunk, axis, *arrays: taken.append((chunk, axis)) or jnp.zeros((batch, queries, 2))
+    monkeypatch.setattr(losses, "map_chunks", noted)
+    positions, blocks = np.zeros((batch, queries), np.int32), np.zeros((batch, 2, queries, 3), np.int32)
+    each = batch * (6 + 2 * 2) * keys
+    for budget, count in ((each * 4, 4), (each * 4 - 1, 2), (each * 99, 16), (1, 1)):
+        monkeypatch.setattr(losses, "_SCORE_BUDGET", budget)
+        for chosen in (None, blocks):
+            losses.index_kl(
+                x(batch, queries, 6, 3), x(batch, keys, 2, 3), x(batch, queries, 2, 5), x(batch, keys, 5), chosen,
+                positions, np.full(batch, keys, np.int32), block_size=4,
+            )  # fmt: skip
+            assert taken.pop() == (count, 1)
+
+
 def test_a_policy_is_its_own_old_one_in_the_first_step(monkeypatch, read):
     """What the model reads has its gradient in the loss, and none in what is handed on."""
     read_of = lambda model, batch, remat, temperature: model.w * jnp.array([[1.0, 2.0]])
@@ -367,6 +386,15 @@ def test_a_loss_of_adapters_has_no_gradient_for_their_model(monkeypatch):
     assert state.model["x"]["a"] is not adapters["x"]["a"] and state.step.committed
     adapters["x"]["a"].delete()
     assert state.model["x"]["a"].tolist() == [1.0]
+
+
+def test_a_state_is_a_copy_on_the_devices_of_its_model():
+    """A step takes its arrays with it, and the given ones stay."""
+    weights, optimizer = {"w": jnp.float32([1.0, 2.0])}, optax.trace(0.5)
+    state = steps.first_state(weights, optimizer, SimpleNamespace(mesh=None, embed_tokens={...: weights["w"]}))
+    assert int(state.step) == 0 and all(x.committed for x in jax.tree.leaves(state))
+    state.model["w"].delete()
+    assert weights["w"].tolist() == [1.0, 2.0] and state.opt_state.trace["w"].tolist() == [0.0, 0.0]
 
 
 def test_the_first_token_that_differs_in_a_bit_is_named():
@@ -544,6 +572,10 @@ def test_matrices_of_a_draft_decay_and_its_norms_do_not():
 
 def pages(**heads) -> GroupPages:
     return GroupPages(block_size=2, prompt_slots=4, answers=3).replace(heads=Heads(**heads))
+
+
+def test_the_places_of_a_group_are_no_arrays_of_a_program():
+    assert jax.tree.leaves(pages()) == [] and pages() == shared_prompts.MakeGroupPages(4, 3)(2).replace(heads=Heads())
 
 
 def test_an_answer_s_keys_are_its_prompt_s_and_its_own(monkeypatch):
