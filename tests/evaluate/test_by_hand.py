@@ -333,6 +333,8 @@ def test_columns_are_named_by_what_tells_them_apart():
     assert of({}, dict(backend="triton")) == ["float32, xla", "float32, triton"]
     assert of({}, dict(model="y/two", index_dtype="float8")) == ["one", "two, index float8"]
     assert of({}, dict(model="/")) == ["one", "/"]
+    other = dict(model="two", dtype="bfloat16", kv_dtype="f8", index_dtype="i8", backend="triton")
+    assert of({}, other) == ["one, float32, xla", "two, bfloat16, cache f8, index i8, triton"]
     assert command.as_text([["", "ab"], ["long name", "c"], ["x", ""]]) == "           ab\nlong name   c\nx\n"
 
 
