@@ -17,7 +17,7 @@ from m3jax.decoding import Params, Sampling
 from m3jax.decoding.engine.request import Generation
 from m3jax.model import Choices
 from m3jax.train import convert, eagle3, grpo, packing, run
-from m3jax.train.conversations import Example
+from m3jax.train.conversations import Example, written_spans
 from m3jax.train.dense import in_model_units
 from m3jax.train.eagle3 import continuations
 from m3jax.train.grpo import Rounds, RunSettings, TurnWriter, prompts_of_round
@@ -116,6 +116,28 @@ def test_a_token_s_slot_is_its_place_in_the_row():
     # Documents of 8 and 4 tokens: the queries are at positions 6, 7, 0 and 1, in slots 6 to 9, and blocks are of 4.
     found = packing.in_row(blocks, jnp.array([[6, 7, 0, 1]]), 10, 4)
     assert found.tolist() == [[[[0, -1], [0, 1], [3, 2], [-1, 2]]]]
+
+
+def test_what_an_assistant_wrote_ends_with_the_mark_of_its_turn(unchecked):
+    """Behind the prompt for each answer, up to its last mark; the rest of the turn is the template's, as line breaks."""
+
+    def render(messages, tools, thinking_mode, prompts):
+        assert (tools, thinking_mode) == ("tools", "mode")
+        turns = [f"<{message['role'][0]}>{message['content']}|\n" for message in messages]
+        return "".join(turns) + ("<a>" if prompts else "")
+
+    template = SimpleNamespace(render=render)
+    talk = [dict(role=role, content=text) for role, text in
+            (("user", "x"), ("assistant", "y|y"), ("user", "z"), ("assistant", ""), ("user", "v"))]  # fmt: skip
+    for count, wanted in ((5, ["y|y|", "|"]), (4, ["y|y|", "|"]), (3, ["y|y|"]), (2, ["y|y|"])):
+        text, spans = written_spans(template, talk[:count], ["|", "none"], "tools", "mode")
+        assert text == render(talk[:count], "tools", "mode", False)
+        assert [text[begin:end] for begin, end in spans] == wanted
+        assert all(text[:begin].endswith("<a>") for begin, _ in spans)
+    text, ((begin, end),) = written_spans(template, talk[:2], [], "tools", "mode")
+    assert text[begin:end] == "y|y|\n"  # no mark: the whole turn
+    with pytest.raises(ValueError, match="no message of the assistant"):
+        written_spans(template, talk[:1], ["|"], "tools", "mode")
 
 
 # A run of stages

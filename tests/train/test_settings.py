@@ -389,6 +389,26 @@ def test_a_wider_index_branch_begins_at_random(monkeypatch, unchecked):
         assert where == f"place of {name}" and numbers.dtype == np.float32
 
 
+def test_an_index_branch_of_the_heads_width_begins_as_their_means(monkeypatch, unchecked):
+    """Of the queries of each group, and of all keys; the norms are copies, each placed where it has to lie."""
+    placed = []
+    monkeypatch.setattr(dense.jax, "jit", lambda fn, out_shardings: placed.append(out_shardings) or fn)
+    config = Namespace(stacks=[Namespace(is_sparse=True)], index_head_dim=4, head_dim=4, num_key_value_heads=2)
+    part, draw = lambda name: f"stacks.0.self_attn.{name}", np.random.default_rng(0)
+    sizes = dict(q_proj=(3, 5, 6, 4), k_proj=(3, 5, 2, 4), q_norm=(3, 4), k_norm=(3, 4))
+    weights = {part(name): draw.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    found = dict(weights)
+    dense._begin_index(found, config, {part(f"index_{x}_proj"): x for x in "qk"}, seed=7)
+    q, k = weights[part("q_proj")], weights[part("k_proj")]
+    expected = dict(
+        index_q_proj=np.stack([q[:, :, :3].mean(2), q[:, :, 3:].mean(2)], axis=2), index_k_proj=k.mean(2),
+        index_q_norm=weights[part("q_norm")], index_k_norm=weights[part("k_norm")],
+    )  # fmt: skip
+    assert placed == [("q", "k")] and found.keys() == weights.keys() | {part(name) for name in expected}
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[part(name)], x, rtol=1e-6, err_msg=name)
+
+
 def test_an_eps_above_1_says_that_a_stream_is_in_other_units(unchecked):
     units = [stream_unit(Namespace(rms_norm_eps=eps)) for eps in (1e-6, 1.0, 1.0001, 2.0, 1e7)]
     assert units == [1.0, 1.0, 2**20, 2**20, 2**20]
