@@ -119,7 +119,7 @@ def test_a_token_s_slot_is_its_place_in_the_row():
 
 
 def test_what_an_assistant_wrote_ends_with_the_mark_of_its_turn(unchecked):
-    """Behind the prompt for each answer, up to its last mark; the rest of the turn is the template's, as line breaks."""
+    """Behind the prompt for each answer, up to its last mark; the rest of the turn is the template's: a line break."""
 
     def render(messages, tools, thinking_mode, prompts):
         assert (tools, thinking_mode) == ("tools", "mode")

@@ -323,12 +323,14 @@ def test_the_first_word_says_which_command_it_is(monkeypatch):
 
 def test_a_command_runs_on_all_hosts_under_its_name(monkeypatch, tmp_path):
     """With compiled programs kept; each takes the options of a run on several hosts."""
-    ran = []
+    ran, checked = [], []
     (tmp_path / "data").write_text("x")
     monkeypatch.setattr("m3jax.compile_cache.compile_cache", contextlib.nullcontext)
     monkeypatch.setattr("m3jax.hosts.run.on_hosts", lambda *given: ran.append(given))
+    checks = ["check_options", "check_hosts", "raise_interrupts"]
     for module in (sft_command, convert_command, command):
-        monkeypatch.setattr(module, "raise_interrupts", lambda: None)
+        for check in checks:
+            monkeypatch.setattr(module, check, lambda *_, check=check: checked.append(check))
     monkeypatch.setattr(sft_command, "_train", lambda args: ("sft", args))
     monkeypatch.setattr(convert_command, "_convert", lambda args, warm_up: ("convert", args, warm_up))
     monkeypatch.setattr(command, "_train", lambda args, settings, channel: ("grpo", args, settings.steps, channel))
@@ -340,7 +342,8 @@ def test_a_command_runs_on_all_hosts_under_its_name(monkeypatch, tmp_path):
         ("m3jax.train grpo", parser(), command.run, ["grpo", "--task", data[1]], ("grpo", 10, "channel")),
     ):
         args = of.parse_args([*words, *shared])
-        assert run(args) == 0 and "coordinator" in vars(args)
+        checked.clear()
+        assert run(args) == 0 and "coordinator" in vars(args) and checked == checks
         given, called, work = ran.pop()
         assert (given, called) == (args, name)
         kind, of_work, *rest = work("channel")
