@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import tiny
 
+from m3jax.evaluate import __main__ as entry
 from m3jax.evaluate import command, sources, subjects, tasks
 from m3jax.evaluate.perplexity import Text
 from m3jax.evaluate.prompts import line_breaks
@@ -363,3 +364,18 @@ def test_a_corpus_is_the_sources_of_one_split(tmp_path):
         sources.python_corpus("test", tmp_path)
     with pytest.raises(ValueError, match="holds no Python sources"):
         sources.python_corpus("train", tmp_path / "none")
+
+
+def test_a_command_measures_once_its_options_are_checked(monkeypatch):
+    done = []
+    note = lambda name: lambda *given: done.append((name, *given))
+    for name in ("check_hosts", "check_plots", "raise_interrupts"):
+        monkeypatch.setattr(entry, name, note(name))
+    monkeypatch.setattr(command, "evaluate", note("evaluate"))
+    for more, plots in (([], []), (["--out", "folder"], [("check_plots", "--out")])):
+        done.clear()
+        given = entry.parser().parse_args(["--task", "perplexity", *more])
+        assert entry.run(given) == 0
+        args = entry.with_defaults(given)
+        assert done == [("check_hosts", args), *plots, ("raise_interrupts",), ("evaluate", args)]
+        assert args.tokens == 16_384 and given.tokens is None
