@@ -6,7 +6,7 @@ from support.chat_messages import assistant, call, result, user
 from m3jax.text import stream, tokenizer
 from m3jax.text.chat import fields, schemas
 from m3jax.text.chat.request import ordered_messages
-from m3jax.text.output import machine, marks, pieces, shapes, values
+from m3jax.text.output import element, machine, marks, pieces, shapes, values
 
 
 def test_limits():
@@ -37,3 +37,34 @@ def test_keys_of_json_are_tags_where_they_become_some():
     for inner, path in ((value, "here"), ({"a": [{"": 1}]}, r"here: a\.0")):
         with pytest.raises(ValueError, match=rf"^{path}: '.*' cannot be a tag"):
             fields.json_copy(inner, "here", are_tags=True)
+
+
+def test_what_nests_64_deep_is_taken_and_nothing_deeper():
+    """Lists and objects of JSON, alternatives of a schema by each keyword."""
+    value = 1
+    for _ in range(32):
+        value = {"a": [value]}
+    assert fields.json_copy(value, "here") == value
+    with pytest.raises(ValueError, match="here: lists and objects nest deeper than 64"):
+        fields.json_copy([value], "here")
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        schema = {"type": "integer"}
+        for _ in range(64):
+            schema = {keyword: [schema]}
+        assert shapes.kinds_of(shapes.shapes_of(schema, "here")) == {"integer"}
+        with pytest.raises(ValueError, match="here: alternatives nest deeper than 64"):
+            shapes.shapes_of({keyword: [schema]}, "here")
+
+
+def test_a_text_of_five_characters_is_read_and_a_word_of_65_is_a_string():
+    reader = machine.Machine({}, False, True, True, lambda: "x")
+    for text, waiting in (("aaaa", "aaaa"), ("b", ""), ("ccccc", "")):
+        reader.feed(text)
+        assert reader.fresh == waiting
+    number_or_text = element.Element("p", (shapes.Shape(kinds=frozenset({"string", "integer"})),))
+    number_or_text.add("5" * 60)
+    number_or_text.forget_text()
+    for text, is_text in (("5" * 64, False), ("5", True)):
+        number_or_text.add(text)
+        assert number_or_text.is_text == is_text
+    assert number_or_text.text() == "5" * 65

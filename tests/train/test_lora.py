@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def test_what_was_written_is_read(folder):
     assert settings == SETTINGS
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(adapters()), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_file_that_is_cut_is_named(folder):
+    (folder / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(folder / 'adapter_model.safetensors'))}"):
+        load_adapters(folder, model())
 
 
 def test_the_config_is_that_of_plain_adapters(folder):

@@ -397,6 +397,18 @@ def test_a_state_is_a_copy_on_the_devices_of_its_model():
     assert weights["w"].tolist() == [1.0, 2.0] and state.opt_state.trace["w"].tolist() == [0.0, 0.0]
 
 
+def test_rows_of_a_batch_are_divided_over_a_mesh_and_counts_are_not(monkeypatch):
+    monkeypatch.setattr(sft, "put", lambda x, where: (x, where))
+    monkeypatch.setattr(sft, "NamedSharding", lambda mesh, spec: (mesh, spec))
+    batch = {"tokens": np.zeros((2, 3, 4)), "num_tokens": np.float32(5), "step": np.zeros(3)}
+    found, spec = sft._on_devices(batch, "mesh"), jax.sharding.PartitionSpec
+    assert {name: where for name, (_, where) in found.items()} == {
+        "tokens": ("mesh", spec(None, "data")), "num_tokens": ("mesh", spec()), "step": ("mesh", spec())
+    }  # fmt: skip
+    assert all(found[name][0] is batch[name] for name in batch)
+    assert all(isinstance(x, jax.Array) for x in sft._on_devices(batch, None).values())
+
+
 def test_the_first_token_that_differs_in_a_bit_is_named():
     """Of those that the policy drew, counted from 1."""
     old = np.float32([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
@@ -575,6 +587,7 @@ def pages(**heads) -> GroupPages:
 
 
 def test_the_places_of_a_group_are_no_arrays_of_a_program():
+    assert (GroupPages(block_size=2).prompt_slots, GroupPages(block_size=2).answers) == (0, 1)
     assert jax.tree.leaves(pages()) == [] and pages() == shared_prompts.MakeGroupPages(4, 3)(2).replace(heads=Heads())
 
 
