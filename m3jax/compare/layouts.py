@@ -16,7 +16,7 @@ from m3jax.compare.quantities import Quantity
 
 Tensor = Shaped[np.ndarray, "..."]
 # Axes whose length the model's configuration does not give: scored blocks, slots of a selection, tapped layers.
-_FREE = ("M", "J", "C")
+_FREE = frozenset({"M", "J", "C"})
 
 
 class Rows(NamedTuple):

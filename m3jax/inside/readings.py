@@ -213,7 +213,8 @@ def _slopes(
 
 def _as_tree(metric: Metric) -> Metric:
     """Return a metric as a compiled program takes it: a function that is no pytree is a part of the program."""
-    return metric if jax.tree.structure(metric) != jax.tree.structure(0) else jax.tree_util.Partial(metric)
+    is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(metric))
+    return jax.tree_util.Partial(metric) if is_leaf else metric
 
 
 def attributions(

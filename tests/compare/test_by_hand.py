@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny
 
+from m3jax.compare import __main__ as entry
 from m3jax.compare import live, pairs, report, running
 from m3jax.compare.dumps import read_dump
 from m3jax.compare.flips import find_flips
@@ -169,6 +170,12 @@ def test_a_matrix_is_solved_for_where_there_are_tokens_enough():
     right, wrong = act(gate, up) @ down, act(gate, up, 0.0) @ down
     assert said("layers.0.ffn_out", right, wrong, mine=parts) == wanted
     assert said("layers.0.ffn_out", right, wrong, mine={"layers.0.gate": gate}) is None
+    # What no matrix explains is a ten-thousandth at most; tokens more than inputs leave room for it.
+    x, rest = act(gate, up), DRAW.normal(size=right.shape)
+    rest -= x @ np.linalg.lstsq(x, rest, rcond=None)[0]
+    rest *= np.linalg.norm(right) / np.linalg.norm(rest)
+    for share, found in ((0.9e-4, wanted), (1.1e-4, None)):
+        assert said("layers.0.ffn_out", right + share * rest, wrong, mine=parts) == found
     for value in (np.nan, np.inf):
         assert said("layers.0.ffn_out", changed(right, (3, 5), value), wrong, mine=parts) is None
         broken = parts | {"layers.0.up": changed(up, (3, 5), np.nan)}
@@ -226,6 +233,9 @@ def test_what_block_scores_look_like():
     rounded = seen(right * (1 + 9e-4))  # what rounding makes of the others is no difference
     assert said(name, right, np.where(is_own, behind, rounded)) == sentence
     assert said(name, right, seen(right * (1 + 2e-3))) != sentence
+    zero = changed(right, (20, 1, 0), 0.0)  # of which a share is nothing: a millionth is
+    for near, found in ((0.9e-6, sentence), (1.1e-6, None)):
+        assert said(name, zero, changed(np.where(is_own, behind, zero), (20, 1, 0), near)) == found
     assert said(name, right, changed(behind, (20, 1, 0), 9.0)) is None
 
 
@@ -684,3 +694,34 @@ def test_what_a_comparison_reads_and_runs(monkeypatch, unchecked):
     with pytest.raises(ValueError, match=r"transformers:other: which prompts\? give --prompt-tokens"):
         compare_sides("none", "transformers:other")
     assert compare_sides("none", "with:out")[:2] == (("none", None, [3]), ("with:out", None, [3]))
+
+
+def test_a_command_compares_what_it_was_asked_for(monkeypatch, unchecked):
+    """What a page needs is checked first; the exit status says whether something is beyond what was allowed."""
+    done = []
+    note = lambda name, result=None: lambda *given, **named: done.append((name, given, named)) or result
+    report = SimpleNamespace(beyond=[])
+    monkeypatch.setattr(entry, "check_plots", note("plots"))
+    monkeypatch.setattr(entry, "raise_interrupts", note("interrupts"))
+    monkeypatch.setattr(entry, "write", note("write"))
+    monkeypatch.setattr("m3jax.cli.settings.settings", lambda *given: contextlib.nullcontext(note("settings")(*given)))
+    monkeypatch.setattr("m3jax.compare.running.compare_sides", note("compare", report))
+    monkeypatch.setattr("m3jax.compare.text.lines_of", lambda found: ["one", "two"] if found is report else [])
+    monkeypatch.setattr("m3jax.compare.page.write_html", note("html"))
+    words = ["A", "B", "--prompt-tokens", "1,2", "--prompt-tokens", "3", "--rtol", "0.5", "--atol", "0.25", "--dtype",
+             "bfloat16", "--mesh", "data=2", "--map", "names.json", "--config", "folder"]  # fmt: skip
+    for more, beyond in (([], []), (["--html", "page.html"], ["something"])):
+        done.clear()
+        report.beyond[:] = beyond
+        args = entry.parser().parse_args([*words, *more])
+        assert entry.run(args) == len(beyond)
+        compared = ("A", "B", [[1, 2], [3]]), dict(
+            rtol=0.5, atol=0.25, names=args.map, config=args.config, dtype="bfloat16", mesh="data=2"
+        )  # fmt: skip
+        expected = [
+            ("interrupts", (), {}), ("settings", (args, "m3jax.compare"), {}), ("compare", *compared),
+            ("write", ("one\ntwo\n",), {}),
+        ]  # fmt: skip
+        if more:
+            expected = [("plots", ("--html",), {}), *expected, ("html", (args.html, report), {})]
+        assert done == expected

@@ -63,11 +63,16 @@ def spelled(array: np.ndarray, axes: tuple[str, ...], spelling: tuple[str, ...],
     return array.reshape(shape)
 
 
-def test_the_layouts_of_engines_are_known():
-    """Heads first, as kernels and llama.cpp have them; flat, as projections leave them; a head axis of one."""
-    heads, index_k = {*layouts(("X", "N", "H"))}, {*layouts(("X", "I"))}
-    assert {("X", "N", "H"), ("B", "T", "N*H"), ("B", "N", "T", "H"), ("N", "X", "H"), ("X", "N*H")} <= heads
-    assert {("B", "1", "T", "I"), ("X", "1", "I"), ("B*T", "I")} <= index_k
+def test_the_usual_layouts_are_tried_first():
+    """Padded rows, then tokens; heads flat, as projections leave them, or first, as kernels and llama.cpp have them."""
+    spelled = lambda text: [tuple(order.split()) for order in text.split(", ")]
+    assert [*layouts(("X", "D"))] == spelled("B T D, X D, 1 X D, B*T D")
+    rows, first = "B T N H, X N H, 1 X N H, B*T N H", "B N T H, N X H, 1 N X H, N B*T H"
+    assert [*layouts(("X", "N", "H"))] == spelled(f"{rows}, B T N*H, X N*H, 1 X N*H, B*T N*H, {first}")
+    free = "B T K J, X K J, 1 X K J, B*T K J, B K T J, K X J, 1 K X J, K B*T J"
+    assert [*layouts(("X", "K", "J"))] == spelled(free)
+    of_one = "B T 1 I, X 1 I, 1 X 1 I, B*T 1 I, B 1 T I, 1 X I, 1 1 X I, 1 B*T I"
+    assert [*layouts(("X", "I"))] == spelled(f"B T I, X I, 1 X I, B*T I, {of_one}")
 
 
 @given(st.data())

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support import tiny
 
-from m3jax.compare.hints import hint
+from m3jax.compare.hints import _of_float8, hint
 from m3jax.compare.pairs import Pair
 from m3jax.compare.quantities import quantity
 from m3jax.compare.sides import Source, side
@@ -58,6 +58,7 @@ RIGHT = {
     "layers.0.v": VALUES, "layers.0.gate": GATE, "layers.0.up": UP, "layers.0.ffn_out": OUT,
 }  # fmt: skip
 SIDE_BY_SIDE = np.concatenate([GATE, UP], axis=-1)
+IN_TURN = np.stack([GATE, UP], axis=-1).reshape(2, T, -1)
 # Words of the hint, the quantity, and what stands there in the place of the right numbers.
 PLANTED = {
     "without alpha, as SiLU (T42)": ("ffn_out", swiglu(GATE, UP, alpha=1.0) @ W_DOWN),
@@ -65,6 +66,9 @@ PLANTED = {
     "up in the place of up + 1 (T42)": ("ffn_out", swiglu(GATE, UP, one=0.0) @ W_DOWN),
     "gate and up are taken for each other (T42)": ("ffn_out", swiglu(UP, GATE) @ W_DOWN),
     "read as if interleaved (T42)": ("ffn_out", swiglu(SIDE_BY_SIDE[..., ::2], SIDE_BY_SIDE[..., 1::2]) @ W_DOWN),
+    "interleaved gate and up are read as halves": ("ffn_out", swiglu(IN_TURN[..., :24], IN_TURN[..., 24:]) @ W_DOWN),
+    "the gate is clamped on both sides": ("ffn_out", swiglu(np.maximum(GATE, -1.5), UP) @ W_DOWN),
+    "plain SiLU: no alpha, no clamps": ("ffn_out", swiglu(GATE, UP, alpha=1.0, limit=1e9, one=0.0) @ W_DOWN),
     "the activations are in MXFP8 (W8A8)": ("v", (encoded(NORMED, 8) @ W_V).reshape(VALUES.shape)),
     "lacks the 2^8 of E4M3's last binade (T43)": ("v", (encoded(NORMED, 0) @ W_V).reshape(VALUES.shape)),
     "read as e4m3fnuz (T44)": ("k", float8(KEYS, ml_dtypes.float8_e4m3fnuz)),
@@ -93,3 +97,20 @@ def test_a_planted_bug_is_named_where_it_gives_what_was_found(words):
         pair = Pair(side_of(RIGHT), side_of(RIGHT | {name: planted}), CONFIG)
         found = hint(pair, quantity(name))
         assert (found is not None and words in found) == is_named, found
+
+
+@pytest.mark.parametrize("exponent", [-12, -5, -1, 0, 1, 3, 12])
+@pytest.mark.parametrize("kind", ["e4m3fnuz", "e5m2"])
+def test_bytes_of_float8_are_known_under_any_scale(kind, exponent):
+    """Divided by a power of two, the same on both sides; numbers and NaN stand in the same places."""
+    codes = np.arange(256, dtype=np.uint8)
+    is_number = np.isfinite(codes.view(ml_dtypes.float8_e4m3fn).astype(float))
+    codes = codes[is_number & (codes != 0x80)]  # -0 is NaN in one
+    read_as = lambda name: codes.view(getattr(ml_dtypes, f"float8_{name}")).astype(float) / 2.0**exponent
+    expected, actual = read_as("e4m3fn"), read_as(kind)
+    assert [*_of_float8(expected, actual)] == [f"bytes of float8_e4m3fn are read as {kind} (T44)"]
+    assert [*_of_float8(expected, expected)] == []
+    for place, value in ((7, actual[8]), (9, np.nan)):
+        wrong = actual.copy()
+        wrong[place] = value
+        assert [*_of_float8(expected, wrong)] == []

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import tiny
 
+from m3jax.evaluate import __main__ as entry
 from m3jax.evaluate import command, sources, subjects, tasks
 from m3jax.evaluate.perplexity import Text
 from m3jax.evaluate.prompts import line_breaks
@@ -333,6 +334,8 @@ def test_columns_are_named_by_what_tells_them_apart():
     assert of({}, dict(backend="triton")) == ["float32, xla", "float32, triton"]
     assert of({}, dict(model="y/two", index_dtype="float8")) == ["one", "two, index float8"]
     assert of({}, dict(model="/")) == ["one", "/"]
+    other = dict(model="two", dtype="bfloat16", kv_dtype="f8", index_dtype="i8", backend="triton")
+    assert of({}, other) == ["one, float32, xla", "two, bfloat16, cache f8, index i8, triton"]
     assert command.as_text([["", "ab"], ["long name", "c"], ["x", ""]]) == "           ab\nlong name   c\nx\n"
 
 
@@ -361,3 +364,18 @@ def test_a_corpus_is_the_sources_of_one_split(tmp_path):
         sources.python_corpus("test", tmp_path)
     with pytest.raises(ValueError, match="holds no Python sources"):
         sources.python_corpus("train", tmp_path / "none")
+
+
+def test_a_command_measures_once_its_options_are_checked(monkeypatch):
+    done = []
+    note = lambda name: lambda *given: done.append((name, *given))
+    for name in ("check_hosts", "check_plots", "raise_interrupts"):
+        monkeypatch.setattr(entry, name, note(name))
+    monkeypatch.setattr(command, "evaluate", note("evaluate"))
+    for more, plots in (([], []), (["--out", "folder"], [("check_plots", "--out")])):
+        done.clear()
+        given = entry.parser().parse_args(["--task", "perplexity", *more])
+        assert entry.run(given) == 0
+        args = entry.with_defaults(given)
+        assert done == [("check_hosts", args), *plots, ("raise_interrupts",), ("evaluate", args)]
+        assert args.tokens == 16_384 and given.tokens is None

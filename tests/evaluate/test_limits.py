@@ -1,18 +1,24 @@
 """Numbers of the tools that a user meets: limits of a dialogue and of a folder's defaults, shares, schema versions."""
 
 import sys
+from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from m3jax.compare import hints, pairs, report, text
+from m3jax.compare import hints, pairs, quantities, report, text
 from m3jax.compare.__main__ import DIFFER
-from m3jax.completion import Defaults
+from m3jax.compare.running import compare_sides
+from m3jax.completion import Defaults, generate, generate_text, read_media, read_medium
 from m3jax.dialogue import dialogue
+from m3jax.dialogue.answer import answer
 from m3jax.dialogue.chat import MOST_NEW_TOKENS
 from m3jax.dialogue.dialogue import MOST_CONTEXT
-from m3jax.evaluate import caught, command, dumps, prompts, reading, sources, subjects
+from m3jax.dialogue.media import dialogue_tokens, read_part
+from m3jax.evaluate import caught, command, divergence, dumps, prompts, reading, sources, subjects
 from m3jax.evaluate.__main__ import OPTIONS, TASKS, main, parser, with_defaults
+from m3jax.evaluate.words import WORDS
 
 chat = sys.modules["m3jax.dialogue.chat"]  # the package has a function of this name
 
@@ -27,6 +33,62 @@ def test_numbers_that_a_user_meets():
     # Numbers that are held at once: logits, those that cross to the host, and probabilities.
     assert (reading._LOGITS_AT_ONCE, dumps._LOGITS_OF_A_CALL, caught._SCORE_BUDGET) == (2**25, 2**26, 2**26)
     assert report._MOST_ROUNDING == {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
+
+
+def test_orders_that_a_user_meets():
+    """Of a report's columns, as the stream goes; of tasks in help; of quantiles; a kind's number is in its seed."""
+    assert quantities.STREAM == ("attention", "attention_out", "ffn_out", "output")
+    assert TASKS == ("perplexity", "recall", "kl", "caught", "acceptance")
+    assert prompts.KINDS == ("needle", "several", "chain")
+    assert divergence.FRACTIONS == (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
+
+
+def test_prompts_of_recall_at_their_limits(monkeypatch, unchecked):
+    """Each depth has its prompts, or all have them together; two words of a record, of a depth's and of a chain's."""
+    monkeypatch.setattr(prompts, "_prompt", lambda rng, *given: (int(rng.integers(99)), *given))
+    shared = dict(haystack=None, kind="needle", length=9, depths=(0.0, 1.0), count=2, seed=3, distractors=5)
+    of = lambda **changes: prompts.recall_prompts(**shared | changes)
+    numbers = lambda kind: np.random.default_rng([3, prompts.KINDS.index(kind), 9])
+    draw = numbers("needle")
+    one = lambda *depths, kind="needle": (int(draw.integers(99)), None, kind, 9, depths, 5)
+    assert of() == [one(0.0), one(0.0), one(1.0), one(1.0)]
+    draw = numbers("several")
+    assert of(kind="several") == [one(0.0, 1.0, kind="several") for _ in range(2)]
+    most = len(WORDS) // 2 - 4
+    assert [len(of(distractors=count, count=1)) for count in (0, most)] == [2, 2]
+    for changes, reason in (
+        (dict(distractors=-1), f"distractors = -1: with 2 depths give 0 to {most}"),
+        (dict(distractors=most + 1), "with 2 depths give"), (dict(count=0), "count = 0"),
+        (dict(depths=()), "depths = "),
+        (dict(depths=(0.0, 1.0001)), "depths from 0 to 1"), (dict(depths=(-0.0001,)), "depths from 0 to 1"),
+        (dict(kind="two"), "kind 'two' is unknown: choose one of needle, several, chain"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=reason):
+            of(**changes)
+
+
+# Of functions that a user calls, what their docstrings say; all that wait for something say so.
+DEFAULTS = {
+    generate: dict(draft_tokens=3, progress=True),
+    read_media: dict(images=(), videos=(), progress=True),
+    read_medium: dict(called="", progress=True),
+    generate_text: dict(stop=()),
+    answer: dict(stop=(), progress=True),
+    chat.chat: dict(thinking_mode="adaptive", stream=True, stop=(), draft_tokens=3, progress=True),
+    dialogue.Dialogue: dict(thinking_mode="adaptive", messages=(), stop=(), draft_tokens=3, progress=True),
+    dialogue_tokens: dict(progress=True),
+    read_part: dict(progress=True),
+    compare_sides: dict(prompts=(), dtype="float32"),
+    pairs.are_close: dict(share=1e-3),
+    prompts.recall_prompts: dict(distractors=24),
+    reading.Reading: dict(chunk=512, batch=4, kv_dtype=None, index_dtype=None, scales=None),
+}
+
+
+@pytest.mark.parametrize("of", DEFAULTS, ids=lambda of: of.__name__)
+def test_functions_have_these_defaults(of):
+    parameters = signature(of).parameters
+    assert {name: parameters[name].default for name in DEFAULTS[of]} == DEFAULTS[of]
 
 
 def test_defaults_of_a_folder_at_their_limits():

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from support import tiny
 
 from m3jax.evaluate import acceptance as acceptances
-from m3jax.evaluate import dumps, recall
+from m3jax.evaluate import dumps, perplexity, recall
 from m3jax.evaluate.acceptance import acceptance, acceptance_table, figures
 from m3jax.evaluate.caught import caught_figures, caught_table
 from m3jax.evaluate.divergence import _summary, divergence_table
@@ -126,6 +126,45 @@ def test_a_reference_comes_in_chunks_of_interleaved_rows(tmp_path, monkeypatch):
 
 
 # Tables
+
+
+def test_a_perplexity_counts_each_token_but_the_first_once(monkeypatch):
+    """By a window that has half of the one before as context; errors, bits and intervals by their definitions."""
+
+    def scores(model, rows, how):
+        assert (model, how) == ("model", "how")
+        return [(0.1 * row[1:] + np.arange(len(row) - 1), row[1:] % 2 == 0) for row in rows]
+
+    monkeypatch.setattr(perplexity, "token_scores", scores)
+    tokens = [np.array([3, 7, 1, 8, 2, 9, 4, 6]), np.array([5, 2])]
+    texts = [perplexity.Text("a", tokens[0], 10), perplexity.Text("b", tokens[1], 0)]
+    found = perplexity.perplexity("model", texts, 4, 2, "how")
+    before = [np.array([1, 2, 3, 4, 3, 4, 3]), np.array([1])]  # windows begin at 0, 2 and 4
+    losses = [0.1 * ids[1:] + count - 1 for ids, count in zip(tokens, before, strict=True)]
+    for part, loss, ids, num_bytes in (
+        (found, np.concatenate(losses), [*tokens[0][1:], 2], 10), (found["files"]["a"], losses[0], tokens[0][1:], 10),
+        (found["files"]["b"], losses[1], [2], 0),
+    ):  # fmt: skip
+        count, mean = len(loss), loss.mean()
+        error = np.sqrt(((loss - mean) ** 2).sum() / (count - 1) / count) if count > 1 else None
+        expected = dict(tokens=count, loss=mean, standard_error=error, perplexity=np.exp(mean),
+                        top1=np.mean(np.array(ids) % 2 == 0))  # fmt: skip
+        expected["bits_per_byte"] = loss.sum() / np.log(2) / num_bytes if num_bytes else None
+        assert {name: part[name] for name in expected} == pytest.approx(expected)
+    every, counts = np.concatenate(losses), np.concatenate(before)
+    assert found["by_position"] == [
+        {"from": first, "to": last, "tokens": int(((counts >= first) & (counts <= last)).sum()),
+         "loss": pytest.approx(every[(counts >= first) & (counts <= last)].mean())}
+        for first, last in ((1, 1), (2, 2), (3, 4))
+    ]  # fmt: skip
+    assert perplexity._by_position(np.ones(2), np.array([1, 5])) == [
+        {"from": 1, "to": 1, "tokens": 1, "loss": 1.0}, {"from": 5, "to": 8, "tokens": 1, "loss": 1.0}
+    ]  # fmt: skip
+    for skip in (-1, 4):
+        with pytest.raises(ValueError, match=f"skip = {skip}: of a window of 4 tokens it must be 0 to 3"):
+            perplexity.perplexity("model", texts, 4, skip, "how")
+    perplexity.perplexity("model", texts, 4, 0, "how")
+    perplexity.perplexity("model", texts, 4, 3, "how")
 
 
 def test_a_table_of_perplexities():

@@ -20,6 +20,9 @@ def test_a_data_url_is_its_bytes():
             assert media_source(data_url(content, header), size) == content
         with pytest.raises(MediaError, match=f"characters: at most {size} bytes can be given so"):
             media_source(data_url(content + b"x"), size)
+    for characters, reason in ((8, "not valid base64"), (9, "has 9 characters: at most 4 bytes can be given so")):
+        with pytest.raises(MediaError, match=reason):  # what is too long is not decoded
+            media_source("data:;base64," + "!" * characters, 4)
     assert media_source(data_url(bytes(1000))) == bytes(1000)
 
 

@@ -198,7 +198,10 @@ def test_transformers_rotates_the_same_width(fields):
 
 def test_saved_and_loaded(tmp_path):
     config = M3Config.from_dict(HUB)
-    config.save_pretrained(tmp_path / "new" / "folder")
+    for _ in range(2):  # into a folder that is made, and into one that is there
+        config.save_pretrained(tmp_path / "new" / "folder")
+    text = (tmp_path / "new" / "folder" / "config.json").read_text(encoding="utf-8")
+    assert text == json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
     again = M3Config.from_pretrained(tmp_path / "new" / "folder")
     assert again == config and again.vision_config == config.vision_config
     assert again.extra == config.extra

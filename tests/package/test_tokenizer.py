@@ -1,17 +1,21 @@
 """The tokenizer: round trips, streaming, the recall words, and errors."""
 
+import base64
 import importlib.util
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from m3jax.evaluate.sources import python_corpus
 from m3jax.evaluate.words import WORDS
 from m3jax.text import Tokenizer
+from m3jax.text.tokenizer import _bad_map
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "m3jax" / "assets" / "tiny"
@@ -301,3 +305,49 @@ def test_nothing_is_cut_or_padded_because_the_file_says_so(folder: Path):
                "pad_type_id": 0, "pad_token": "]~!b["}  # fmt: skip
     rewrite(folder, truncation=truncation, padding=padding)
     assert Tokenizer.from_pretrained(folder).encode(text) == TOKENIZER.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("trie", "given", "is_whole"),
+    [(4, 4, True), (8, 8, True), (12, 12, True), (8, 7, False), (8, 30, True), (0, 4, False), (6, 6, False),
+     (2, 8, False), (256, 256, True), (256, 255, False)],
+)  # fmt: skip
+def test_a_table_is_as_long_as_it_says(trie, given, is_whole):
+    """A trie of whole entries of four bytes, of one at least; behind it stands text."""
+    table = base64.b64encode(trie.to_bytes(4, "little") + bytes(given)).decode()
+    fault = _bad_map({"type": "Precompiled", "precompiled_charsmap": table})
+    assert fault == (None if is_whole else "precompiled_charsmap is cut short")
+
+
+# What is known of a text before it is encoded
+
+
+def changed(change) -> Tokenizer:
+    """The tokenizer with one part of it replaced."""
+    backend = tokenizers.Tokenizer.from_str(TOKENIZER.backend.to_str())
+    change(backend)
+    return Tokenizer(backend)
+
+
+@given(st.text())
+def test_a_text_has_no_fewer_tokens_than_its_bytes_over_those_of_the_longest(text):
+    longest = 37  # a line break, and the spaces of nine levels
+    assert TOKENIZER.fewest_tokens(text) == math.ceil(len(text.encode()) / longest) <= len(TOKENIZER.encode(text))
+    assert TOKENIZER.fewest_tokens("\ud800" * longest) == 3  # bytes, though it is no text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda backend: setattr(backend, "normalizer", tokenizers.normalizers.Replace("a", "")),
+        lambda backend: setattr(backend, "decoder", tokenizers.decoders.Metaspace()),
+        lambda backend: setattr(backend, "pre_tokenizer", tokenizers.pre_tokenizers.Split(" ", "removed")),
+        lambda backend: backend.add_tokens([tokenizers.AddedToken("<left>", lstrip=True)]),
+        lambda backend: backend.add_tokens([tokenizers.AddedToken("<right>", rstrip=True)]),
+    ],
+    ids=["normalizer", "decoder", "split", "left", "right"],
+)
+def test_where_characters_can_go_a_text_may_have_no_token(change):
+    assert changed(change).fewest_tokens("a " * 10_000) == 0
+    assert changed(lambda backend: backend.add_tokens(["<plain>"])).fewest_tokens("a " * 10_000) > 0
+    assert changed(lambda backend: setattr(backend, "pre_tokenizer", None)).fewest_tokens("a " * 10_000) > 0

@@ -1,17 +1,20 @@
 """Outputs of a model, right and wrong ones, and the message that each is; cut anywhere, it is the same."""
 
+import json
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.chat_strategies import NAMESPACE, tool
-from support.outputs import calls_of, fed, is_beginning, joined, parser, runs, wire
+from support.outputs import calls_of, fed, is_beginning, joined, outputs, parser, runs, wire
 
 from m3jax import text
 from m3jax.text import OutputParser, ReasoningParser, ToolCallParser
-from m3jax.text.output.events import Event
-from m3jax.text.output.pieces import Pieces
+from m3jax.text.output.events import Event, Message
+from m3jax.text.output.machine import Machine, Tool
+from m3jax.text.output.pieces import FEWEST, Pieces, as_json
+from m3jax.text.output.shapes import ANYTHING
 
 EDIT = {"type": "object", "properties": {"old": {"type": "string"}, "line": {"type": "integer"}}}
 TOOLS = [
@@ -527,6 +530,13 @@ FAULTS = {
 # What is within the block of a call to "edit" or "sum": the arguments, the text behind the call, the faults.
 WITHIN = {
     '"edit">@<tool_call>@<all>true@</all>@</invoke>': ('{"all":true}', "", ["<tool_call> within call 0 is ignored"]),
+    '"edit">@</invoke>@<tool_call>@</invoke>@</tool_call>': (
+        "{}", "", ["<tool_call> between calls is ignored", "</invoke> between calls is ignored"]
+    ),
+    '"edit">words@<all>true@</all>@</invoke>': ('{"all":true}', "", ["text beside <all> in call 0 is dropped"]),
+    '"edit">@<edits>@<item>words@<old>a@</old>@<line>3@</line>@</item>@</edits>@</invoke>': (
+        '{"edits":[{"old":"a","line":3}]}', "", ["text beside <old> in call 0 is dropped"]
+    ),
     '"edit">@<all>true@</all></nothing>@</invoke>': (
         '{"all":true}', "", ["text beside the parameters of call 0 is dropped"]
     ),
@@ -568,3 +578,51 @@ def test_each_repair_and_each_drop_is_one_line_in_order():
 def test_events_are_equal_without_the_schema_that_checks_them():
     assert Event("tool_call", schema=None) == Event("tool_call", schema={"type": "object"}) == Event("tool_call")
     assert Event("tool_call", name="a") != Event("tool_call", name="b")
+    (call,) = Message.of(
+        [Event("tool_call", "", 0, "x", "f"), Event("arguments", "{}", 0), Event("tool_call_end", index=0)]
+    ).tool_calls
+    assert call.problems == ()  # an event that says nothing of a schema takes anything
+
+
+def test_a_call_that_breaks_off_has_the_arguments_that_were_whole():
+    """Also where one is a structure, and where the cut is within a name or behind a comma."""
+    text = as_json({"a": 1.5, "b": [1, {"c": "}"}], "d": "x,\n"})
+    for end, names in (
+        (1, ""),
+        (4, ""),
+        (5, ""),
+        (8, "a"),
+        (9, "a"),
+        (11, "a"),
+        (13, "a"),
+        (25, "a"),
+        (26, "ab"),
+        (38, "abd"),
+    ):
+        events = [Event("tool_call", "", 0, "x", "f"), Event("arguments", text[:end], 0)]
+        (call,) = Message.of(events).tool_calls
+        assert not call.is_whole and call.arguments == {name: json.loads(text)[name] for name in names}, text[:end]
+
+
+def test_arguments_are_json_that_every_reader_takes():
+    assert as_json({"é": ["\ud800", True, None]}) == '{"é":["\\ud800",true,null]}'
+    for value in (float("nan"), float("inf"), [-float("inf")]):
+        with pytest.raises(ValueError):
+            as_json(value)
+
+
+@given(st.sampled_from(["", "@<tool_call> a"]), outputs(), st.tuples(st.booleans(), st.booleans(), st.booleans()))
+def test_all_that_can_be_read_of_a_text_is_read_at_once(mentioned, output, how):
+    """Run again without more text, the machine stays where it is, and has nothing to add."""
+    machine = Machine({"f": Tool(ANYTHING, True)}, *how, new_id=lambda: "x")
+    machine.feed(wire(mentioned) + output + "x" * FEWEST)
+    seen = lambda: (machine.state, machine.at, len(machine.faults), [*machine.pieces._grains], machine.pieces._events)
+    before = seen()
+    assert machine.state() is False and seen() == before
+
+
+def test_the_name_of_a_string_is_written_before_its_text_comes():
+    tags = "".join(f"@<{name}>@</{name}>" for name in ("path", "content"))
+    begin = wire('@<tool_call>@<invoke name="write">' + tags[: -len("@</content>")])
+    *_, arguments = joined(fed(parser(TOOLS), [begin]))
+    assert arguments[-1] == '{"path":"","content":"'

@@ -79,6 +79,7 @@ VALUES = [
     ({"type": "boolean"}, "true", True),
     ({"type": "boolean"}, "False", False),
     ({"type": "boolean"}, "1", True),
+    ({"type": "boolean"}, "0", False),
     ({"type": "boolean"}, "yes", "yes"),
     ({"type": "null"}, "", None),
     ({"type": "null"}, "Null", None),
@@ -147,6 +148,11 @@ VALUES = [
     (SHAPES, TEXT_OF(kind="count", value="5"), {"kind": "count", "value": 5}),
     (SHAPES, TEXT_OF(kind="text", value="5"), {"kind": "text", "value": "5"}),
     ({"anyOf": [POINT, {"type": "array", "items": {"type": "integer"}}]}, ITEMS("1"), [1]),
+    # What the first alternative says nothing of is any value, a structure too; the second takes no text there.
+    *[({"anyOf": [{"type": "object", "properties": {"a": {}, "b": {"type": "string"}}},
+                  {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}]},
+       TEXT_OF(a=text, b="5"), {"a": a, "b": b})
+      for text, a, b in (("x", "x", "5"), (TEXT_OF(c="1"), {"c": "1"}, "5"), ("1", "1", 5))],
     ({"allOf": [POINT, {"properties": {"y": {"type": "integer"}}}]}, TEXT_OF(x="1", y="2"), {"x": 1, "y": 2}),
     ({"allOf": [{"type": ["integer", "string"]}, {"type": "integer"}]}, "5", 5),
     ({"allOf": [{"type": "integer"}, {"type": "string"}]}, "5", "5"),
@@ -334,8 +340,12 @@ def test_a_schema_of_many_alternatives_is_read_in_a_moment():
     assert call.arguments == {"p": "5", "q": {"a": "b"}}
     assert call.problems == ("arguments: cannot be checked: more than 10000 references were followed",)
     chain = {f"c{n}": {"$ref": f"#/$defs/c{n + 1}"} for n in range(70)}
+    chained = lambda count: {"type": "object", "$defs": chain, "properties": {"p": chain[f"c{69 - count}"]}}
+    chain["c70"] = {"type": "integer"}
     with pytest.raises(ValueError, match="alternatives nest deeper than 64"):
-        parser([tool("f", {"type": "object", "$defs": chain, "properties": {"p": chain["c0"]}})])
+        parser([tool("f", chained(64))])
+    (call,) = parser([tool("f", chained(63))]).parse(wire(f"{HEAD}@<p>5@</p>{TAIL}")).tool_calls
+    assert call.arguments == {"p": 5}
 
 
 def test_elements_nest_64_deep():

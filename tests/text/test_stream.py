@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from m3jax.text import Tokenizer
+from m3jax.text import Tokenizer, stream
 from m3jax.text.stream import Spelling
 
 TINY = Path(__file__).parents[2] / "m3jax" / "assets" / "tiny"
@@ -247,3 +247,33 @@ def test_what_each_id_writes_and_which_are_no_text():
     ids = byte_ids("ByteLevel", "é🦜".encode())
     assert b"".join(written[token] for token in ids) == "é🦜".encode() and not special & set(ids)
     assert len(written) == size + 2 and special >= {size, size + 1} and len(special) < size
+
+
+def test_each_byte_has_the_character_that_the_library_writes_for_it():
+    """Bytes that no text has are written as GPT-2's table has them: those from 0xAE on stand for themselves."""
+    pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    assert {*stream._BYTE_OF} == {*pre_tokenizer.alphabet()} and {*stream._BYTE_OF.values()} == {*range(256)}
+    text = "".join(map(chr, (*range(0x800), 0x800, *range(0x1000, 0xD000, 0x1000), 0xE000, 0x10000, 0x50000, 0x100000)))
+    ((written, _),) = pre_tokenizer.pre_tokenize_str(text)
+    assert bytes(stream._BYTE_OF[character] for character in written) == text.encode()
+    assert [stream._BYTE_OF[chr(byte)] for byte in range(0xAE, 0x100)] == [*range(0xAE, 0x100)]
+
+
+@EVERY_DECODER
+def test_a_token_s_bytes_are_its_own(decoder):
+    """Of ByteLevel those that a text is made of; elsewhere what a token decodes to, and the byte of one that is one."""
+    known = tokenizer(decoder)
+    if decoder == "ByteLevel":
+        text = "two words and é 🦜\n"
+        assert b"".join(map(known.token_bytes, known.encode(text))) == text.encode()
+    else:
+        words = [known.backend.token_to_id(word) for word in WORDS]
+        of_words = [known.decode([token], skip_special_tokens=False).encode() for token in words]
+        assert [*map(known.token_bytes, words)] == of_words
+    if "ByteFallback" in decoder:
+        assert [known.token_bytes(token) for token in byte_ids(decoder, bytes(range(256)))] == [
+            bytes([byte]) for byte in range(256)
+        ]
+    for wrong in (-1, known.vocab_size):
+        with pytest.raises(ValueError):
+            known.token_bytes(wrong)

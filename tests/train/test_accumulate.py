@@ -25,6 +25,8 @@ def test_micro_batches_have_the_gradient_of_their_sum(count):
         return sum(value for value, _ in each), {"largest": sum(metrics["largest"] for _, metrics in each)}
 
     found, grads = jax.value_and_grad(Accumulated(loss, ("x",)), has_aux=True)(params, batch)
+    without_gradient = Accumulated(loss, ("x",))(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), without_gradient, found)
     expected, expected_grads = jax.value_and_grad(at_once, has_aux=True)(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), (found, grads), (expected, expected_grads))
 

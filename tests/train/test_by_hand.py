@@ -1,6 +1,7 @@
 """Parts of training with no model: which rows and seeds a step has, what a run says and keeps, a round's figures."""
 
 import contextlib
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -16,10 +17,10 @@ from m3jax.decoding import Params, Sampling
 from m3jax.decoding.engine.request import Generation
 from m3jax.model import Choices
 from m3jax.train import convert, eagle3, grpo, packing, run
-from m3jax.train.conversations import Example
+from m3jax.train.conversations import Example, written_spans
 from m3jax.train.dense import in_model_units
 from m3jax.train.eagle3 import continuations
-from m3jax.train.grpo import Rounds, RunSettings, prompts_of_round
+from m3jax.train.grpo import Rounds, RunSettings, TurnWriter, prompts_of_round
 from m3jax.train.packing import attend_by_chunks, pack, packed_row
 from m3jax.train.policy import PolicyLoss
 from m3jax.train.rewards import TaskError
@@ -104,6 +105,39 @@ def test_later_steps_of_a_draft_count_less():
     losses = jnp.array([4.0, 2.0, 1.0])
     expected = (4.0 + 0.8 * 2.0 + 0.64 * 1.0) / (1 + 0.8 + 0.64)
     np.testing.assert_allclose(eagle3._mean_of_steps(losses), expected, rtol=1e-6)
+
+
+def test_a_token_s_slot_is_its_place_in_the_row():
+    """Of queries at the row's end too; what is no token has none."""
+    positions = jnp.array([[0, 1, 2, 0], [0, -1, -1, 3]])
+    assert packing.slots_of(positions).tolist() == [[0, 1, 2, 3], [0, -1, -1, 3]]
+    assert packing.slots_of(positions, 9).tolist() == [[5, 6, 7, 8], [5, -1, -1, 8]]
+    blocks = jnp.array([[[[0, -1], [0, 1], [1, 0], [-1, 0]]]])  # [B K T J]
+    # Documents of 8 and 4 tokens: the queries are at positions 6, 7, 0 and 1, in slots 6 to 9, and blocks are of 4.
+    found = packing.in_row(blocks, jnp.array([[6, 7, 0, 1]]), 10, 4)
+    assert found.tolist() == [[[[0, -1], [0, 1], [3, 2], [-1, 2]]]]
+
+
+def test_what_an_assistant_wrote_ends_with_the_mark_of_its_turn(unchecked):
+    """Behind the prompt for each answer, up to its last mark; the rest of the turn is the template's: a line break."""
+
+    def render(messages, tools, thinking_mode, prompts):
+        assert (tools, thinking_mode) == ("tools", "mode")
+        turns = [f"<{message['role'][0]}>{message['content']}|\n" for message in messages]
+        return "".join(turns) + ("<a>" if prompts else "")
+
+    template = SimpleNamespace(render=render)
+    talk = [dict(role=role, content=text) for role, text in
+            (("user", "x"), ("assistant", "y|y"), ("user", "z"), ("assistant", ""), ("user", "v"))]  # fmt: skip
+    for count, wanted in ((5, ["y|y|", "|"]), (4, ["y|y|", "|"]), (3, ["y|y|"]), (2, ["y|y|"])):
+        text, spans = written_spans(template, talk[:count], ["|", "none"], "tools", "mode")
+        assert text == render(talk[:count], "tools", "mode", False)
+        assert [text[begin:end] for begin, end in spans] == wanted
+        assert all(text[:begin].endswith("<a>") for begin, _ in spans)
+    text, ((begin, end),) = written_spans(template, talk[:2], [], "tools", "mode")
+    assert text[begin:end] == "y|y|\n"  # no mark: the whole turn
+    with pytest.raises(ValueError, match="no message of the assistant"):
+        written_spans(template, talk[:1], ["|"], "tools", "mode")
 
 
 # A run of stages
@@ -394,6 +428,18 @@ def test_the_figures_of_a_round(monkeypatch, unchecked):
         "token_mult_prob_error": math.exp(0.01), "kl": -0.01,
     }  # fmt: skip
     assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    # With a layout each prompt stands once; in the invariant mode all bits are compared.
+    rounds = dataclasses.replace(rounds, layout="layout", settings=dataclasses.replace(settings, invariant=True))
+    clock = iter(range(9))
+    monkeypatch.setattr(grpo, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    shared = lambda *given: calls.update(shared=given) or as_batch([x for group in given[0] for x in group], 8)
+    monkeypatch.setattr(grpo, "as_batch_of_groups", shared)
+    with pytest.raises(grpo.PartedPolicies, match="differ in 18 of 18 tokens"):
+        rounds(number, SimpleNamespace(model="old", step=np.int32(5)))
+    assert calls["shared"] == (groups, "layout", settings.replay)
+    same = lambda self, state, batch: (learn(self, state, batch)[0], learn(self, state, batch)[1], batch["sampler"])
+    monkeypatch.setattr(Rounds, "_learn", same)
+    assert rounds(number, SimpleNamespace(model="old", step=np.int32(5)))[1]["token_mult_prob_error"] == 1.0
 
 
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 9))
@@ -636,6 +682,20 @@ def test_what_a_task_reads_and_tools_write_of_an_answer(unchecked):
     assert rounds._answer(rows[3], going[3][1], []) == "text [60, 1]"
 
 
+def test_an_answer_is_read_without_the_token_that_ended_it(unchecked):
+    """As a text of ordinary tokens; as a message, whose marks are special tokens, of all of them."""
+
+    def decode(tokens, skip_special_tokens=True):
+        return "".join(chr(x) for x in tokens if not skip_special_tokens or x < 200)
+
+    writer = TurnWriter(SimpleNamespace(decode=decode), None, (7, 8))
+    for ends in ([], [7], [8]):
+        tokens = [*map(ord, "on"), 201, ord("e"), *ends]
+        assert writer.text(tokens) == "one"
+        message = writer.message({"thinking_mode": "disabled"}, tokens)
+        assert (message["role"], message["content"]) == ("assistant", f"on{chr(201)}e")
+
+
 # Batches of episodes
 
 
@@ -688,6 +748,16 @@ def test_a_batch_of_groups_has_each_prompt_once(unchecked):
         experts = whole["choices"].expert_ids[row, first : first + 8]
         np.testing.assert_array_equal(batch["choices"].expert_ids[row], experts)
     assert [shared_tokens(n, 4) for n in (1, 4, 5, 8, 9)] == [0, 0, 4, 4, 8]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 5))
+def test_the_layout_of_groups_is_the_least_that_holds_all(lengths, new, block):
+    """Of whole blocks; a prompt's last token is an answer's."""
+    layout = GroupLayout.of(lengths, new, block)
+    shared = [max(n for n in range(0, length, block) if n <= length - 1) for length in lengths]
+    own = max(length - of_it for length, of_it in zip(lengths, shared, strict=True)) + new
+    assert layout.prompt_slots == max(shared) and layout.block_size == block
+    assert layout.width % block == 0 and own <= layout.width < own + block
 
 
 # What a conversion measures

@@ -323,16 +323,18 @@ def test_the_first_word_says_which_command_it_is(monkeypatch):
 
 def test_a_command_runs_on_all_hosts_under_its_name(monkeypatch, tmp_path):
     """With compiled programs kept; each takes the options of a run on several hosts."""
-    ran = []
+    ran, checked = [], []
     (tmp_path / "data").write_text("x")
     monkeypatch.setattr("m3jax.compile_cache.compile_cache", contextlib.nullcontext)
     monkeypatch.setattr("m3jax.hosts.run.on_hosts", lambda *given: ran.append(given))
+    checks = ["check_options", "check_hosts", "raise_interrupts"]
     for module in (sft_command, convert_command, command):
-        monkeypatch.setattr(module, "raise_interrupts", lambda: None)
+        for check in checks:
+            monkeypatch.setattr(module, check, lambda *_, check=check: checked.append(check))
     monkeypatch.setattr(sft_command, "_train", lambda args: ("sft", args))
     monkeypatch.setattr(convert_command, "_convert", lambda args, warm_up: ("convert", args, warm_up))
     monkeypatch.setattr(command, "_train", lambda args, settings, channel: ("grpo", args, settings.steps, channel))
-    shared = ["--out", str(tmp_path / "out"), "--steps", "10"]
+    shared = ["--out", str(tmp_path / "runs" / "out"), "--steps", "10"]
     data = ["--data", str(tmp_path / "data")]
     for name, of, run, words, expected in (
         ("m3jax.train sft", sft_parser("sft"), command.run_sft, data, ("sft",)),
@@ -340,12 +342,13 @@ def test_a_command_runs_on_all_hosts_under_its_name(monkeypatch, tmp_path):
         ("m3jax.train grpo", parser(), command.run, ["grpo", "--task", data[1]], ("grpo", 10, "channel")),
     ):
         args = of.parse_args([*words, *shared])
-        assert run(args) == 0 and "coordinator" in vars(args)
+        checked.clear()
+        assert run(args) == 0 and "coordinator" in vars(args) and checked == checks
         given, called, work = ran.pop()
         assert (given, called) == (args, name)
         kind, of_work, *rest = work("channel")
         assert (kind, *rest) == expected and of_work is args
-    assert (tmp_path / "out").is_dir()
+    assert (tmp_path / "runs" / "out").is_dir()
 
 
 # What is kept
@@ -405,7 +408,7 @@ class Leaf(SimpleNamespace):
 def tuning(monkeypatch, tmp_path):
     """`fine_tune` with steps that count, a clock that goes on by four seconds a step, and a state that is noted."""
     noted = SimpleNamespace(kept=[], said=[], told=[], lines=[], board=[], steps=[], begun=0, clock=0.0, gone=False)
-    noted.fails_at = None
+    noted.fails_at, noted.tick = None, 4.0
     settings = SFTSettings(steps=9, length=8, learning_rate=0.5, schedule="linear")
     state = lambda step: SimpleNamespace(step=step)
     keeper = SimpleNamespace(latest_step=lambda: noted.kept[-1] if noted.kept else None)
@@ -415,7 +418,7 @@ def tuning(monkeypatch, tmp_path):
         if before.step == noted.fails_at:
             raise KeyboardInterrupt
         noted.steps.append((before.step, batch, optimizer, loss_fn, balance_rate))
-        noted.clock += 4.0
+        noted.clock += noted.tick
         return state(before.step + 1), {noted.loss: 0.25 * before.step, "grad_norm": 2.0}
 
     replaced = dict(
@@ -470,6 +473,13 @@ def test_a_run_of_steps_says_keeps_and_writes_what_it_does(tuning, tmp_path):
     assert {each[:2] for each in tuning.board} == {("events", 1)}
     assert tuning.told == [f"step {n} of 9{': compiling' if n == 1 else ''}" for n in range(1, 10)]
     assert tuning.said == [f"step {n} of 9: loss {0.25 * (n - 1):.4f}, 25 tokens/s" for n in (1, 4, 7, 9)]
+
+
+def test_a_line_is_said_where_more_than_ten_seconds_have_gone_by(tuning):
+    for seconds, steps in ((10.0, [1, 3, 5, 7, 9]), (10.5, [1, 2, 3, 4, 5, 6, 7, 8, 9])):
+        tuning.tick, tuning.said[:] = seconds, []
+        tuning.tune()
+        assert [int(line.split()[1]) for line in tuning.said] == steps
 
 
 def test_a_run_of_steps_goes_on_from_what_was_kept(tuning):

@@ -48,8 +48,8 @@ TOKENS = np.random.default_rng(1).integers(0, 64, (2, 32)).astype(np.int32)
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    write_dense(dense_model(), tmp_path / "qwen3")
-    return tmp_path / "qwen3"
+    write_dense(dense_model(), tmp_path / "runs" / "qwen3")
+    return tmp_path / "runs" / "qwen3"
 
 
 # The source
@@ -250,6 +250,23 @@ def test_all_tensors_that_do_not_fit_are_named(folder):
         "language_model.model.layers.0.self_attn.q_norm.weight is missing",
         "language_model.model.layers.0.self_attn.q_proj.bias: unexpected",
     ]
+
+
+def test_a_head_is_the_embedding_where_the_source_ties_them_alone(folder):
+    """Where it does not, a missing one is missing; a folder is written anew in its place."""
+    tensors = {name: np.array(value) for name, value in stored(folder).items() if name != "lm_head.weight"}
+    (folder / "model.safetensors").write_bytes(packed(tensors))
+    config = json.loads((folder / "config.json").read_text())
+    for without in (config, {name: value for name, value in config.items() if name != "tie_word_embeddings"}):
+        (folder / "config.json").write_text(json.dumps(without))
+        with pytest.raises(CheckpointError) as raised:
+            read_dense(folder)
+        assert raised.value.problems == ("language_model.lm_head.weight is missing",)
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tied = tree.flatten(read_dense(folder))
+    np.testing.assert_array_equal(tied["lm_head"], tied["embed_tokens"])
+    write_dense(dense_model(), folder)
+    assert json.loads((folder / "config.json").read_text()) == config and "lm_head.weight" in stored(folder)
 
 
 def stored(folder: Path) -> dict[str, np.ndarray]:

@@ -1,6 +1,8 @@
 """Adapters: what they add, PEFT's layout on disk, adapters of another model, and the commands that train and merge."""
 
+import hashlib
 import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from m3jax.checkpoint import tree
 from m3jax.files.tensors import mapped, packed
 from m3jax.model import M3
 from m3jax.train import __main__ as command
+from m3jax.train import lora
 from m3jax.train.lora import LoraSettings, init_adapters, load_adapters, merge, merge_folder, save_adapters
 
 CONFIG = tiny.config("dM")
@@ -84,6 +87,21 @@ def test_what_was_written_is_read(folder):
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_file_that_is_cut_is_named(folder):
+    (folder / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(folder / 'adapter_model.safetensors'))}"):
+        load_adapters(folder, model())
+
+
+def test_the_config_is_that_of_plain_adapters(folder):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config == dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path="tiny", r=3, lora_alpha=6.0, lora_dropout=0.0,
+        bias="none", fan_in_fan_out=False, use_rslora=False, use_dora=False, inference_mode=True,
+        target_modules=lora._MODULES, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )  # fmt: skip
+
+
 def check_refused(folder: Path, other: M3, message: str) -> None:
     with pytest.raises(ValueError) as raised:
         load_adapters(folder, other)
@@ -117,6 +135,20 @@ def test_another_kind_of_adapter_is_refused(folder, change, message):
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | change))
     check_refused(folder, model(), message)
+
+
+def test_a_model_is_known_by_the_norms_of_its_decoder(monkeypatch, unchecked):
+    """In bfloat16 and in the order of their names, whatever dtype they are loaded in; nothing else counts."""
+    monkeypatch.setattr(lora.tree, "flatten", lambda weights: weights)
+    weights = {
+        name: jnp.float32([number + 0.3]) for number, name in enumerate(("q_proj", "vision.norm", "norm", "a_norm"))
+    }
+    expected = hashlib.sha256(b"".join(np.asarray(weights[x].astype("bfloat16")).tobytes() for x in ("a_norm", "norm")))
+    assert lora.digest(weights) == expected.hexdigest()
+    assert lora.digest({name: x.astype("bfloat16") for name, x in weights.items()}) == expected.hexdigest()
+    for name in weights:
+        is_same = lora.digest(weights | {name: weights[name] + 1}) == expected.hexdigest()
+        assert is_same == (name in ("q_proj", "vision.norm")), name
 
 
 def test_the_commands_train_and_merge(tmp_path, capsys):

@@ -228,3 +228,13 @@ def test_the_same_bits_mismatch_in_nothing():
     arrays["new"][1, 0] = -np.inf
     with pytest.raises(ValueError, match="a log-probability is not finite"):
         mismatch(arrays["old"], arrays["new"], arrays["mask"])
+
+
+def test_what_is_constant_correlates_with_its_like_alone():
+    """No correlation is defined there: 1 for the same numbers, NaN for others, and nothing is divided by 0."""
+    constant, other = np.full((1, 3), -1.0), np.full((1, 3), -2.0)
+    varied, mask = np.array([[-1.0, -2.0, -1.5]]), np.ones((1, 3), bool)
+    correlation = lambda p, q: mismatch(p, q, mask)["rollout_actor_probs_pearson_corr"]
+    assert correlation(constant, constant) == 1.0 and correlation(varied, varied) == pytest.approx(1.0)
+    for p, q in ((constant, other), (constant, varied), (varied, constant)):
+        assert np.isnan(correlation(p, q))

@@ -97,6 +97,36 @@ class Asked(TaskFile):
         return self.answer
 
 
+@pytest.mark.parametrize("answer", [(None, ({"reward": 1.0}, True)), ("it has no function reward", None)])
+def test_a_task_s_process_is_ended_with_all_that_waits_for_it(answer, monkeypatch, tmp_path):
+    """It is no fork, does not outlive this process, and has ended once its file is refused or the context is left."""
+    ended, made = [], []
+    pipes = iter("AB")
+
+    def queue_of_process():
+        name = next(pipes)
+        note = lambda what: lambda: ended.append(f"{what} {name}")
+        return SimpleNamespace(name=name, get=lambda timeout: answer, cancel_join_thread=note("no waiting for"),
+                               close=note("close"))  # fmt: skip
+
+    def process(target, args, daemon):
+        made.append((target, args[0], [pipe.name for pipe in args[1:]], daemon))
+        note = lambda what: lambda: ended.append(what)
+        return SimpleNamespace(start=note("start"), kill=note("kill"), join=note("join"))
+
+    context = SimpleNamespace(Queue=queue_of_process, Process=process)
+    monkeypatch.setattr(rewards.multiprocessing, "get_context", lambda kind: context if kind == "spawn" else None)
+    (tmp_path / "task.py").write_text("")
+    if answer[0]:
+        with pytest.raises(TaskError, match=r"the file of .*task.py: it has no function reward"):
+            TaskFile(tmp_path / "task.py")
+    else:
+        with TaskFile(tmp_path / "task.py") as task:
+            assert ended == ["start"] and (task.weights, task.has_tools) == ({"reward": 1.0}, True)
+    assert made == [(rewards._serve, str(tmp_path / "task.py"), ["A", "B"], True)]
+    assert ended == ["start", "kill", "join", "no waiting for A", "close A", "no waiting for B", "close B"]
+
+
 def test_a_row_has_a_prompt_or_messages():
     rows = [{"prompt": "x", "wanted": 1}, {"messages": [1]}]
     assert Asked(rows).prompts() == rows

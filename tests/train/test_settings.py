@@ -1,6 +1,7 @@
 """What a run of training is set to: defaults and limits, learning rates, the optimiser, adapters' first numbers."""
 
 import itertools
+import json
 from argparse import Namespace
 from dataclasses import asdict
 from inspect import signature
@@ -12,8 +13,9 @@ import pytest
 from support import tiny
 from support.options import wrong_defaults
 
+from m3jax.decoding import Sampling
 from m3jax.model.build import abstract
-from m3jax.train import convert, dense, eagle3, lora, losses, packing, policy, rewards, rollouts, run, sft
+from m3jax.train import convert, dense, eagle3, lora, losses, packing, policy, programs, rewards, rollouts, run, sft
 from m3jax.train import step as steps
 from m3jax.train.__main__ import parser
 from m3jax.train.convert_command import convert_parser, run_convert
@@ -25,6 +27,7 @@ from m3jax.train.run import _made_ahead
 from m3jax.train.sft import SFTLoss, SFTSettings
 from m3jax.train.sft_command import merge_parser, sft_parser
 from m3jax.train.step import make_optimizer
+from m3jax.train.units import stream_unit
 
 REQUIRED = {
     "m3jax.train": ["task", "out", "steps"], "sft": ["out", "steps", "data"],
@@ -149,6 +152,25 @@ def test_settings_have_the_defaults_of_their_commands():
     assert of_policy == dict(compute_dtype="float32", remat=False, temperature=None)
     assert asdict(LoraSettings()) == dict(rank=16, alpha=32.0, targets=lora.TARGETS)
     assert (LoraSettings().scale, LoraSettings(rank=8, alpha=4.0).scale) == (2.0, 0.5)
+
+
+def test_a_run_reads_the_distribution_that_it_draws_from():
+    """The model's own where no knob changes it; else after the knobs, by a record of the drawn log-probabilities."""
+    settings = lambda replay=(), **knobs: RunSettings(steps=9, sampling=Sampling(**knobs), replay=replay)
+    for plain in (settings(), settings(seed=7), settings(("blocks",))):
+        assert (plain.temperature, plain.record) == (None, plain.replay)
+    for changed, temperature in (
+        (settings(temperature=0.5), 0.5), (settings(top_k=3), 1.0), (settings(top_p=0.5), 1.0),
+        (settings(min_p=0.25), 1.0), (settings(("support", "blocks")), 1.0),
+    ):  # fmt: skip
+        assert changed.temperature == temperature and changed.record == (*changed.replay, "drawn_logprobs")
+    decisive = settings(temperature=0.5).decisive
+    assert decisive["sampling.temperature"] == 0.5 and decisive["loss.correction.limit"] == 2.0
+    assert not {"steps", "save_every", "sampling", "loss"} & decisive.keys() and decisive["replay"] == []
+    for warmup, rates in ((0, [1e-5, 1e-5]), (4, [0.0, 2.5e-6])):
+        rate = RunSettings(steps=9, warmup_steps=warmup).schedule
+        np.testing.assert_allclose([rate(0), rate(1)], rates, rtol=1e-6)
+        np.testing.assert_allclose([rate(4), rate(9)], [1e-5, 1e-5], rtol=1e-6)
 
 
 LEAST = {
@@ -311,7 +333,88 @@ def test_matrices_get_adapters_in_this_order(unchecked):
     assert lora._shapes(model, ("experts",)) == experts
 
 
-def test_batches_are_made_in_order_and_one_ahead():
+@pytest.mark.parametrize(("kind", "chosen"), [("cpu", 0), ("tpu", 0), ("gpu", 1), ("gpu, invariant", 2)])
+def test_a_program_is_compiled_as_its_platform_and_mode_want_it(kind, chosen, monkeypatch):
+    """XLA's defaults elsewhere; on a GPU nothing is tuned, or, of an invariant model in any argument, as the engine."""
+    made = []
+
+    def jit(fn, compiler_options, **arguments):
+        number = len(made)
+        made.append((fn, arguments, compiler_options))
+        return lambda *given, **named: (number, given, named)
+
+    class Model:
+        compute = Namespace(invariant=kind == "gpu, invariant")
+
+    monkeypatch.setattr(programs.jax, "jit", jit)
+    monkeypatch.setattr(programs, "M3", Model)
+    monkeypatch.setattr(programs, "platform", lambda: kind[:3])
+
+    def fn(model, x):
+        """A program."""
+
+    compiled = programs.jit_for_training(fn, static_argnames="x")
+    untuned = programs.UNTUNED | {"xla_gpu_enable_dynamic_slice_fusion": False}
+    assert made == [(fn, dict(static_argnames="x"), options) for options in (None, untuned, programs.GPU_OPTIONS)]
+    assert compiled.__wrapped__ is fn and compiled.__doc__ == "A program."
+    for given, named in (((Model(), 3), {}), (({"state": [1, Model()]},), dict(x=3)), ((), dict(x=3, model=Model()))):
+        assert compiled(*given, **named) == (chosen, given, named)
+    assert compiled(1, x=2) == (min(chosen, 1), (1,), dict(x=2))  # no model
+
+
+def test_a_folder_has_the_settings_of_its_run(tmp_path):
+    """As JSON that a reader can read; another run is refused with what differs."""
+    folder, settings = tmp_path / "runs" / "a", {"steps": 9, "name": "x", "rates": [0.5]}
+    for _ in range(2):
+        sft.check_same_run(folder, settings)
+        assert (folder / "settings.json").read_text() == json.dumps(settings, indent=2) + "\n"
+    for changes, said in (({"steps": 8}, "steps = 9"), ({"name": "y", "new": 1}, "name = 'x', new = None")):
+        with pytest.raises(ValueError, match=f"a has a run with {said}: give the same, or another --out"):
+            sft.check_same_run(folder, settings | changes)
+
+
+def test_a_wider_index_branch_begins_at_random(monkeypatch, unchecked):
+    """Normal numbers of the width's root, layer by layer, queries before keys; a dense stack has none."""
+    monkeypatch.setattr(dense, "put", lambda x, where: (x, where))
+    stacks = [Namespace(is_sparse=False), Namespace(is_sparse=True), Namespace(is_sparse=True)]
+    config = Namespace(stacks=stacks, index_head_dim=20, head_dim=16, hidden_size=9)
+    names = [f"stacks.{i}.self_attn.index_{x}_proj" for i in (1, 2) for x in "qk"]
+    weights = {name: np.zeros((2, 9, 20 + i)) for i, name in enumerate(names)}
+    found = dict(weights)
+    dense._begin_index(found, config, {name: f"place of {name}" for name in names}, seed=7)
+    draw = np.random.default_rng(7)
+    for name in names:
+        numbers, where = found[name]
+        np.testing.assert_array_equal(numbers, draw.normal(0, 1 / 3, weights[name].shape).astype(np.float32))
+        assert where == f"place of {name}" and numbers.dtype == np.float32
+
+
+def test_an_index_branch_of_the_heads_width_begins_as_their_means(monkeypatch, unchecked):
+    """Of the queries of each group, and of all keys; the norms are copies, each placed where it has to lie."""
+    placed = []
+    monkeypatch.setattr(dense.jax, "jit", lambda fn, out_shardings: placed.append(out_shardings) or fn)
+    config = Namespace(stacks=[Namespace(is_sparse=True)], index_head_dim=4, head_dim=4, num_key_value_heads=2)
+    part, draw = lambda name: f"stacks.0.self_attn.{name}", np.random.default_rng(0)
+    sizes = dict(q_proj=(3, 5, 6, 4), k_proj=(3, 5, 2, 4), q_norm=(3, 4), k_norm=(3, 4))
+    weights = {part(name): draw.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    found = dict(weights)
+    dense._begin_index(found, config, {part(f"index_{x}_proj"): x for x in "qk"}, seed=7)
+    q, k = weights[part("q_proj")], weights[part("k_proj")]
+    expected = dict(
+        index_q_proj=np.stack([q[:, :, :3].mean(2), q[:, :, 3:].mean(2)], axis=2), index_k_proj=k.mean(2),
+        index_q_norm=weights[part("q_norm")], index_k_norm=weights[part("k_norm")],
+    )  # fmt: skip
+    assert placed == [("q", "k")] and found.keys() == weights.keys() | {part(name) for name in expected}
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[part(name)], x, rtol=1e-6, err_msg=name)
+
+
+def test_an_eps_above_1_says_that_a_stream_is_in_other_units(unchecked):
+    units = [stream_unit(Namespace(rms_norm_eps=eps)) for eps in (1e-6, 1.0, 1.0001, 2.0, 1e7)]
+    assert units == [1.0, 1.0, 2**20, 2**20, 2**20]
+
+
+def test_batches_are_made_in_order_and_one_ahead(monkeypatch):
     made = []
 
     class Numbers:
@@ -319,10 +422,23 @@ def test_batches_are_made_in_order_and_one_ahead():
             made.append(step)
             return {"step": step}
 
+    submitted = []
+
+    class Pool(run.ThreadPoolExecutor):
+        def submit(self, fn, step):
+            submitted.append(step)
+            return super().submit(fn, step)
+
+        def shutdown(self, **how):
+            submitted.append(how)
+            super().shutdown(**how)
+
+    monkeypatch.setattr(run, "ThreadPoolExecutor", Pool)
     batches = _made_ahead(Numbers(), range(3, 7), workers=0)
     assert next(batches) == {"step": 3}
-    assert max(made) <= 4
+    assert submitted == [3, 4]
     assert [batch["step"] for batch in batches] == [4, 5, 6] and sorted(made) == [3, 4, 5, 6]
+    assert submitted == [3, 4, 5, 6, dict(cancel_futures=True)]
     assert list(_made_ahead(Numbers(), range(5, 5), workers=0)) == []
 
 
@@ -332,6 +448,7 @@ def test_batches_are_made_in_order_and_one_ahead():
         ([], dict(length=8 * 3 * 16, warm_up=2, sparse=8, index_loss=1.0, seeds=(0, 1))),
         (["--length", "64", "--warm-up-steps", "9"],
          dict(length=64, warm_up=9, sparse=1, index_loss=1.0, seeds=(0, 1))),
+        (["--steps", "2"], dict(length=8 * 3 * 16, warm_up=1, sparse=1, index_loss=1.0, seeds=(0, 1))),
         (["--topk-blocks", "99", "--seed", "5", "--freeze-index"],
          dict(length=992, warm_up=2, sparse=8, index_loss=0.0, seeds=(5, 6))),
     ],

@@ -50,8 +50,6 @@ ANYTHING: Shapes = (Shape(),)
 
 def kinds_of(shapes: Shapes) -> frozenset[str] | None:
     """Return the names of the types that some alternative takes; None if an alternative does not name its types."""
-    if len(shapes) == 1:
-        return shapes[0].kinds
     if not shapes or any(shape.kinds is None for shape in shapes):
         return None
     return frozenset().union(*(shape.kinds for shape in shapes))

@@ -144,8 +144,7 @@ def _structure(elements: list[tuple[str, Node]], shapes: Shapes) -> Any:
     if is_array:
         return [value_of(node, member_shapes(shapes, "item", index)) for index, (_, node) in enumerate(elements)]
     objects = [shape for shape in shapes if shape.kinds and "object" in shape.kinds]
-    if len(objects) > 1:
-        objects = [shape for shape in objects if _fits(elements, shape)] or objects
+    objects = [shape for shape in objects if _fits(elements, shape)] or objects
     nodes: dict[str, list[Node]] = {}
     for name, node in elements:
         nodes.setdefault(name, []).append(node)
