@@ -75,9 +75,7 @@ def test_two_workers(monkeypatch, unchecked):
         assert len(other.requests) == 1
         first.gate.set()
         list(held)
-        with pytest.raises(
-            clients.openai.BadRequestError, match="seed"
-        ):  # refused over gRPC by its name too
+        with pytest.raises(clients.openai.BadRequestError, match="seed"):  # refused over gRPC by its name too
             ask(server, "Hi", seed=666)
         # The first is killed within a stream: the client gets an error, and the second one serves all.
         first.gate, first.script = threading.Event(), lambda request, index: "One sentence that is long enough. " * 4
