@@ -13,7 +13,9 @@ Nor is the order of what has none (`without_order`):
 - what `min` and `max` choose from without a `key`, if no argument writes a fraction, divides or calls what may return
   one, unless it rounds it: a NaN, and a zero with its sign, show which of two came first. A name counts as a whole
   number;
-- the two arguments of a symmetric function of numpy, jax.numpy and math (`SYMMETRIC`), and of a `swapaxes` method.
+- the two arguments of a symmetric function of numpy, jax.numpy and math (`SYMMETRIC`), and of a `swapaxes` method;
+- the two sides of a difference of which the absolute value or the norm is taken;
+- what only tells one thing from others, `activity(about=...)`, and the order in which help lists `choices=`.
 """
 
 import ast
@@ -236,7 +238,7 @@ def edits(source: str) -> list[Edit]:
     found, free = [], {id(node) for node in without_order(tree)}
     for node in _that_computes(tree):
         for name, operator in OPERATORS.items():
-            if name in ORDERS and id(node) in free:
+            if id(node) in free and (name in ORDERS or isinstance(node, ast.BinOp)):
                 continue
             for target, new in operator(node):
                 start = starts[target.lineno - 1] + target.col_offset
@@ -246,7 +248,7 @@ def edits(source: str) -> list[Edit]:
 
 
 def without_order(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the tuples and the calls of a tree that mean the same in any order; the module's docstring lists them."""
+    """Yield the tuples, calls and differences that mean the same in any order; the module's docstring lists them."""
     looked_in: list[ast.AST] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler) and node.type is not None:
@@ -255,10 +257,14 @@ def without_order(tree: ast.AST) -> Iterator[ast.AST]:
             looked_in.append(node.comparators[-1])
         elif isinstance(node, ast.Call):
             called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            listed = [x.value for x in node.keywords if x.arg == "choices" or (called, x.arg) == ("activity", "about")]
+            yield from (node for node in listed if isinstance(node, ast.Tuple))
             if called in ("isinstance", "issubclass"):
                 looked_in += node.args[1:]
             elif called in ("startswith", "endswith"):
                 looked_in += node.args[:1]
+            elif called in ("abs", "norm") and len(node.args) == 1:
+                yield from [x for x in node.args if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Sub)]
             elif called in ("min", "max") and isinstance(node.func, ast.Name) and not node.keywords:
                 yield from [node] if all(map(_is_whole, node.args)) else []
             elif len(node.args) == 2:

@@ -132,6 +132,7 @@ def test_the_strict_of_a_zip_only_refuses(drawn):
 
 
 ANY_ORDER = [
+    "activity(about=(a, f(b)))", 'f(choices=("a", "b"))',
     "x in (a.b, None)", "x not in (1, 2)", "_KINDS = (1, 2)\nx in _KINDS", "min(a.b - 1, len(c), c[0] // 2)",
     "max(1, round(a / 0.5))", "jnp.minimum(a, b / 2)", "math.gcd(a, 8)", "x.swapaxes(1, 2)", "f(x).swapaxes(1, 2)",
     "def f():\n    kinds = (1, 2)\n    return x in kinds", "try:\n    pass\nexcept (OSError, np.Error):\n    pass",
@@ -144,6 +145,7 @@ ONE_ORDER = {
     "isinstance(x, (int, str))": "isinstance((int, str), x)", "x.endswith((b, a), 1)": "x.endswith(1, (b, a))",
     "max(a, 0.5)": "max(0.5, a)", "min(a / 2, b)": "min(b, a / 2)", "max(a, g(b))": "max(g(b), a)",
     "max(1, round(a, ndigits=2))": "max(round(a, ndigits=2), 1)", "max(1, a.round())": "max(a.round(), 1)",
+    "norm(a - b, 2)": "norm(2, a - b)", "f(about=(a, b))": "(b, a)",
     "min(a, b, key=f)": "min(b, a, key=f)", "np.min(a, b)": "np.min(b, a)",
 }  # fmt: skip
 
@@ -153,6 +155,11 @@ def test_what_has_no_order_is_not_put_into_another(drawn):
     found = lambda source: [edit.new for edit in drawn.edits(source) if edit.operator in drawn.ORDERS]
     assert [found(source) for source in ANY_ORDER] == [[]] * len(ANY_ORDER)
     assert {source: found(source) for source in ONE_ORDER} == {source: [new] for source, new in ONE_ORDER.items()}
+
+
+def test_a_distance_is_the_same_from_either_end(drawn):
+    assert drawn.edits("x = abs(a - b)\nx = np.linalg.norm(a - b)") == []
+    assert [edit.new for edit in drawn.edits("x = abs(a / b)")] == ["(b / a)"]
 
 
 def test_a_draw_is_its_seeds(drawn):
