@@ -99,8 +99,7 @@ def end_in_one_line(prog: str, output: NativeOutput, name_of: Callable[[int], st
         line = dead_line(output.text(), name_of, own_id)
         if line is None:
             os.write(output.stderr, output.text())
-            libc.signal(int(signal.SIGABRT), None)  # SIG_DFL: the abort goes on
-            return
+            return  # behind a handler that returns, abort() goes on
         with suppress(OSError):
             if takes_last_word():
                 os.write(output.stderr, f"{prog}: error: {line}\n".encode())

@@ -249,6 +249,8 @@ TWICE = (
 ABORTED: 1 unexpectedly tried to connect with a different incarnation. It has likely restarted."
 )
 
+OTHER = b"F1124 client.h:80] Terminating process because the JAX distributed service detected fatal errors. INTERNAL: ?"
+
 
 @pytest.mark.parametrize(
     ("text", "line"),
@@ -261,6 +263,7 @@ ABORTED: 1 unexpectedly tried to connect with a different incarnation. It has li
             SILENT.replace(b"3\n", b"2\n"),
             "this process was silent for the time of a heartbeat, and the others have ended; start all again",
         ),
+        (b"more\n" + OTHER + b"\nmore", OTHER.decode()),
         (b"terminate called after throwing an instance of 'std::bad_alloc'", None),
         (b"F1124 of distributed tensors: DEADLINE_EXCEEDED", None),
     ],

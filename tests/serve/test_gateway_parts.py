@@ -349,6 +349,37 @@ def test_ids_that_are_made_text_are_of_the_vocabulary_and_fit_into_the_context()
             of([0] * (context + 1))
 
 
+async def drawn_apart(monkeypatch, reads_slowly=False, breaks=False):
+    """Return the news of two prompts, three each; one that breaks does so while the other has more to come."""
+
+    async def news(gateway, order, route, number):
+        for index in range(3):
+            yield number, index
+        if breaks and number == 1:
+            raise ApiError(500, "broken")
+        if breaks:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(completions, "_news_of", news)
+    found = []
+    async for numbered in completions._news_of_several(None, SimpleNamespace(asks=["a", "b"]), "route"):
+        await asyncio.sleep(0.01 if reads_slowly else 0)
+        found.append(numbered)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("reads_slowly", [False, True])
+def test_all_news_of_prompts_side_by_side_come(reads_slowly, monkeypatch):
+    """Also what waits when the prompts have ended."""
+    found = asyncio.run(drawn_apart(monkeypatch, reads_slowly))
+    assert found == [(number, index) for number in range(2) for index in range(3)]
+
+
+def test_prompts_side_by_side_end_where_one_breaks(monkeypatch):
+    with pytest.raises(ApiError, match="broken"):
+        asyncio.run(asyncio.wait_for(drawn_apart(monkeypatch, breaks=True), 30))
+
+
 @pytest.mark.parametrize("best_of", [None, 1, 2, 3, 4])
 def test_all_answers_that_are_drawn_come_back(best_of, monkeypatch):
     """So the best of them are as many as are asked for, or one is meant of each."""
