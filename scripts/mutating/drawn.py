@@ -296,8 +296,9 @@ def _module_of(node: ast.AST) -> str:
 
 
 def _is_plain(node: ast.AST) -> bool:
-    """True if a node is a constant or a name, with dots too: reading it does nothing."""
-    return isinstance(node, ast.Constant | ast.Name) or (isinstance(node, ast.Attribute) and _is_plain(node.value))
+    """True if a node is a constant or a name, with dots or a star too: reading it does nothing."""
+    is_around = isinstance(node, ast.Attribute | ast.Starred)
+    return isinstance(node, ast.Constant | ast.Name) or (is_around and _is_plain(node.value))
 
 
 def _is_whole(node: ast.AST) -> bool:

@@ -234,6 +234,7 @@ def test_a_model_in_interpret_mode_has_the_same_logits_blocks_and_gradients():
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-4 * (1e-3 + float(jnp.max(jnp.abs(theirs)))))
 
 
+@pytest.mark.further  # a whole model's steps by kernels: tests/kernels/test_few_tokens.py, with few tokens' kernels too
 def test_steps_in_interpret_mode_have_the_same_logits():
     """Through a cache, behind ragged prompts by XLA: the kernels of a step, and what they wrote for the next one."""
     prompts = np.array([31, 38], np.int32)  # the second and the third new token are the first of a page

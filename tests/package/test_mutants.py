@@ -132,7 +132,7 @@ def test_the_strict_of_a_zip_only_refuses(drawn):
 
 
 ANY_ORDER = [
-    "activity(about=(a, f(b)))", 'f(choices=("a", "b"))',
+    "activity(about=(a, f(b)))", 'f(choices=("a", "b"))', "x in (*a, 'b')",
     "x in (a.b, None)", "x not in (1, 2)", "_KINDS = (1, 2)\nx in _KINDS", "min(a.b - 1, len(c), c[0] // 2)",
     "max(1, round(a / 0.5))", "jnp.minimum(a, b / 2)", "math.gcd(a, 8)", "x.swapaxes(1, 2)", "f(x).swapaxes(1, 2)",
     "def f():\n    kinds = (1, 2)\n    return x in kinds", "try:\n    pass\nexcept (OSError, np.Error):\n    pass",

@@ -6,6 +6,9 @@ import pytest
 from support.embedded import TOKENIZER
 from support.serving import CALL, NAME, clients
 
+from m3jax.serve.gateway import responses
+from m3jax.serve.gateway.errors import ApiError
+from m3jax.serve.gateway.http import RESPONSES
 from m3jax.serve.gateway.responses import _Items
 from m3jax.text import Event
 
@@ -112,3 +115,62 @@ def test_bad_fields(scripted, fields, name):
     with pytest.raises(clients.openai.BadRequestError) as raised:
         server.openai.responses.create(**{"model": NAME, "input": "Hi"} | fields)
     assert raised.value.param == name
+
+
+def call(name: str) -> dict:
+    return {"type": "function_call", "call_id": f"id of {name}", "name": name, "arguments": f'{{"of": "{name}"}}'}
+
+
+def called(name: str) -> dict:
+    function = {"name": name, "arguments": f'{{"of": "{name}"}}'}
+    return {"id": f"id of {name}", "type": "function", "function": function}
+
+
+USER, SAID = {"role": "user", "content": "u"}, {"type": "message", "role": "assistant", "content": "a"}
+THOUGHT = {"type": "reasoning", "summary": [{"text": "s"}], "content": [{"text": "one"}, {}, {"text": "two"}]}
+SUMMARY = {"type": "reasoning", "summary": [{"text": "s"}]}
+OUTPUT = {"type": "function_call_output", "call_id": "id of f"}
+TURN = {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        ([call("f")], [{**TURN, "tool_calls": [called("f")]}]),
+        ([USER, call("f"), call("g")], [USER, {**TURN, "tool_calls": [called("f"), called("g")]}]),
+        ([USER, SAID, call("f")], [USER, {**TURN, "content": "a", "tool_calls": [called("f")]}]),
+        ([call("f"), SAID], [{**TURN, "tool_calls": [called("f")]}, {**TURN, "content": "a"}]),
+        ([SAID, SAID], [{**TURN, "content": "a"}] * 2),
+        ([SAID, USER, SAID], [{**TURN, "content": "a"}, USER, {**TURN, "content": "a"}]),
+        (
+            [USER, THOUGHT, SAID, call("f")],
+            [USER, {**TURN, "reasoning_content": "one\ntwo", "content": "a", "tool_calls": [called("f")]}],
+        ),
+        ([SUMMARY, call("f")], [{**TURN, "reasoning_content": "s", "tool_calls": [called("f")]}]),
+        ([{"type": "reasoning"}, SAID], [{**TURN, "content": "a"}]),
+        ([SAID, SUMMARY], [{**TURN, "content": "a"}, {**TURN, "reasoning_content": "s"}]),
+        ([{**OUTPUT, "output": "42"}], [{"role": "tool", "tool_call_id": "id of f", "content": "42"}]),
+        (
+            [{**OUTPUT, "output": [{"type": "input_text", "text": "42"}]}],
+            [{"role": "tool", "tool_call_id": "id of f", "content": [{"type": "text", "text": "42"}]}],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,x", "detail": "low"}]}],
+            [{"role": "user", "content": [{"type": "image", "image": "data:,x", "detail": "low"}]}],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,x"}]}],
+            [{"role": "user", "content": [{"type": "image", "image": "data:,x"}]}],
+        ),
+    ],
+)
+def test_items_are_messages_and_those_of_one_turn_one_message(items, messages):
+    assert responses._messages(items) == messages
+
+
+def test_an_error_within_a_stream_is_an_event_with_its_fields():
+    """As the Responses API has it: the error's fields stand beside the event's type."""
+    error = ApiError(500, "broken")
+    name, data = RESPONSES.error_event(error).strip().split("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: ")) == {"type": "error", **error.as_openai()["error"]}

@@ -25,6 +25,7 @@ from m3jax.serve.gateway.gateway import thinking_mode
 from m3jax.serve.gateway.http import OPENAI
 from m3jax.serve.gateway.messages import fields_of_messages
 from m3jax.serve.gateway.prompts import tokens_of
+from m3jax.serve.gateway.responses import fields_of_responses
 from m3jax.serve.gateway.sampling import (
     CONSTRAINT_FIELDS,
     Model,
@@ -121,6 +122,11 @@ def test_fields_of_messages_have_this_protocols_ranges():
     assert (fields["temperature"].least, fields["temperature"].most) == (0.0, 1.0)
     assert [(fields["n"].default, fields["n"].least, fields["n"].most), fields["max_tokens"].least] == [(1, 1, 1), 1]
     assert "stop_sequences" in fields and "stop" not in fields
+
+
+def test_an_input_of_responses_is_a_text_or_at_least_one_item():
+    text, items = fields_of_responses(MODEL)["input"].schema()["anyOf"]
+    assert (text, items) == ({"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1})
 
 
 def test_a_tokenizers_archive_is_its_files(tmp_path):
