@@ -201,3 +201,34 @@ def test_totals_count_a_tower_s_layers():
     values = sum(int(np.prod(target.hub_shape)) for target in places.values())
     assert names.totals(config) == (len(places), values)
     assert sum(names.is_vision(name) for name in places) > 0
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_spellings_of_the_towers_names(prefix):
+    """Without a prefix they are spelled as with one."""
+    for name, spelled in {
+        "vision_tower.embeddings.proj.weight": "vision_tower.vision_model.embeddings.patch_embedding.weight",
+        "vision_tower.layers.0.mlp.fc1.weight": "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
+        "multi_modal_projector.merge_linear_1.bias": "patch_merge_mlp.linear_1.bias",
+    }.items():
+        assert names.canonical(prefix + name) == (spelled, False)
+
+
+def test_a_shard_is_a_copy_of_what_was_read():
+    """Also where a device could read the host's memory in its place, which is the file's."""
+    memory = np.zeros(1024 + 16, np.float32)
+    start = -memory.ctypes.data % 64 // 4  # where a CPU device would take the memory as it is
+    piece = memory[start : start + 1024].reshape(32, 32)
+    buffer = _HostBuffer(((0, 32), (0, 32)), jax.devices()[:1], np.dtype(np.float32))
+    buffer.write((), piece, (0, 1))
+    (array,) = jax.block_until_ready(buffer.arrays())
+    memory[:] = 1
+    np.testing.assert_array_equal(array, np.zeros((32, 32)))
+
+
+def test_a_release_leaves_the_gates_of_its_experts_alone():
+    """And of no dense layer, which has none."""
+    ignored = mxfp8.announcement(tiny.config("dMm"))["ignored_layers"]
+    assert [name for name in ignored if "layers" in name] == [
+        f"language_model.model.layers.{layer}.block_sparse_moe.gate" for layer in (1, 2)
+    ]

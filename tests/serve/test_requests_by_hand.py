@@ -12,11 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jsonschema
+import numpy as np
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from support.embedded import TOKENIZER
 
 from m3jax.serve import apart, command, together
+from m3jax.serve.constraints import guides
 from m3jax.serve.gateway.app import ENDPOINTS
 from m3jax.serve.gateway.chat_completions import includes_usage, tool_choice
 from m3jax.serve.gateway.errors import ApiError
@@ -405,6 +407,7 @@ def test_command_lines_that_are_refused(monkeypatch, capsys, line, says):
 
 
 def test_what_each_part_of_the_command_runs(monkeypatch):
+    """Ctrl-C and a SIGTERM end each from its beginning."""
     from m3jax.hosts import run
     from m3jax.serve.worker import command as worker_command
 
@@ -417,7 +420,7 @@ def test_what_each_part_of_the_command_runs(monkeypatch):
         worker_command, "_work", lambda args, channel: done.append(("works", channel, args.prefill_from))
     )
     for module in (command, worker_command):
-        monkeypatch.setattr(module, "raise_interrupts", lambda: None)
+        monkeypatch.setattr(module, "raise_interrupts", lambda: done.append("interrupts"))
     for line, expected in (
         ("--port 65535 --no-compile-cache", ["m3jax.serve", ("together", 65535, "channel")]),
         ("gateway --worker grpc://a:1 --worker b:2", [("apart", ["a:1", "b:2"])]),
@@ -426,7 +429,37 @@ def test_what_each_part_of_the_command_runs(monkeypatch):
         ("worker --role prefill --port 0", [("reads", 0)]),
     ):  # fmt: skip
         done.clear()
-        assert command.main(line.split()) == 0 and done == expected, line
+        assert command.main(line.split()) == 0 and done == ["interrupts", *expected], line
+
+
+def test_a_worker_that_cannot_be_prepared_ends_its_server(monkeypatch):
+    from m3jax.serve.worker import command as worker_command
+    from m3jax.serve.worker import server
+
+    async def prepare():
+        raise RuntimeError("no room")
+
+    async def noted(what, value):
+        done.append((what, value))
+
+    done = []
+    worker = SimpleNamespace(name="m", prepare=prepare, close=lambda how: noted("worker", how))
+    listening = SimpleNamespace(stop=lambda seconds: noted("server", seconds))
+    monkeypatch.setattr(server, "start", lambda *_: asyncio.sleep(0, (listening, 50051)))
+    monkeypatch.setattr(worker_command, "say", done.append)
+    with pytest.raises(RuntimeError, match="no room"):
+        served = worker_command._serve(SimpleNamespace(host="h", port=0, drain=3.0), worker)
+        asyncio.run(asyncio.wait_for(served, 30))
+    assert done == ["listening at grpc://h:50051; compiling", ("server", 3.0), ("worker", "abort")]
+
+
+@pytest.mark.parametrize("token", [0, 31, 32, 62, 63, 64, 95])
+def test_a_token_is_one_bit_of_a_guides_words(token):
+    """The first is the lowest bit of the first word."""
+    bits = lambda words: np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool)
+    is_token = np.arange(96) == token
+    np.testing.assert_array_equal(bits(guides._with(np.zeros(3, np.uint32), [token])), is_token)
+    np.testing.assert_array_equal(bits(guides._without(np.full(3, 2**32 - 1, np.uint32), [token])), ~is_token)
 
 
 def test_the_ranges_of_whole_numbers():
