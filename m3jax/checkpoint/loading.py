@@ -271,8 +271,8 @@ class _HostBuffer:
     def arrays(self) -> list[Shaped[Array, "..."]]:
         """Send the finished shard to each of its devices and return it."""
         array = self._array
-        # A CPU takes numpy's memory as it is, whatever `may_alias` says, and a piece lies in the file's pages: who writes
-        # into the file would write into the model.
+        # A CPU takes numpy's memory as it is, whatever `may_alias` says, and a piece lies in the file's pages: whoever
+        # writes into the file would write into the model.
         if not array.flags.owndata and self.devices[0].platform == "cpu":
             array = array.copy()
         return [jax.device_put(array, device) for device in self.devices]

@@ -61,17 +61,15 @@ def run_as_installed(*args: Path | str) -> subprocess.CompletedProcess:
     return done
 
 
-@pytest.mark.parametrize("part", ["ends", pytest.param("all", marks=pytest.mark.further)])
-def test_readme_runs_where_only_the_documented_install_was_made(part):
+@pytest.mark.further  # compiles what README shows; that its Python and its commands are checked: the tests below
+def test_readme_runs_where_only_the_documented_install_was_made():
     """Its Python and its commands, without anything that only tests or notebooks bring: no libtpu, no matplotlib."""
-    done = run_as_installed(ROOT / "README.md", "", part)
+    done = run_as_installed(ROOT / "README.md")
     started = re.findall(r"^== (?:block \d+|m3jax \S+)", done.stdout, re.M)
+    blocks, shown = code("README.md", "python"), code("README.md", "text")
     commands = [line for line in README_COMMANDS if line.startswith("m3jax ")]
-    expected = len(code("README.md", "python")) + len(commands)
-    assert expected >= 9 and len(started) == (2 if part == "ends" else expected)
+    assert len(started) == len(blocks) + len(commands) >= 9 and len(shown) == len(blocks)
     assert "HBM" in done.stdout
-    shown = code("README.md", "text")[: 1 if part == "ends" else None]
-    assert len(shown) == (1 if part == "ends" else len(code("README.md", "python")))
     assert not [output for output in shown if output not in done.stdout], "what a block prints is what README shows"
     assert "Traceback" not in done.stderr and "planned by arithmetic" in done.stdout + done.stderr
 

@@ -1,9 +1,8 @@
 """Runs README's Python blocks and commands as after `pip install -e .`: what only the tests install is not found.
 
 A program of its own: `python documented_install.py README.md`. Each command goes on in this process, as the programs of
-its name would; with `README.md "" ends` the first block and the last command alone. `python documented_install.py
-demo.py chat,media` runs a script instead, as after an install with those extras, until it makes an engine: by then all
-has been found that it needs.
+its name would. `python documented_install.py demo.py chat,media` runs a script instead, as after an install with those
+extras, until it makes an engine: by then all has been found that it needs.
 """
 
 import gc
@@ -54,7 +53,7 @@ def hide_all_but(distributions: set[str]) -> set[str]:
     return hidden
 
 
-def main(file: str, extras: str = "", part: str = "all") -> None:
+def main(file: str, extras: str = "") -> None:
     """Run what the file holds; the first that fails ends the process."""
     gc.set_threshold(50_000, 20, 20)  # as in tests/conftest.py
     hidden = hide_all_but(installed_with("m3jax", tuple(filter(None, extras.split(",")))))
@@ -63,7 +62,7 @@ def main(file: str, extras: str = "", part: str = "all") -> None:
     if Path(file).suffix == ".py":
         run_script(file)
     else:
-        run_document(file, part == "ends")
+        run_document(file)
     print("== all ran", flush=True)
 
 
@@ -86,17 +85,17 @@ def run_script(file: str) -> None:
     raise SystemExit(f"{file} made no engine")
 
 
-def run_document(document: str, ends: bool) -> None:
-    """Run a document's blocks and commands, or the first of those and the last of these."""
+def run_document(document: str) -> None:
+    """Run a document's blocks, then its commands."""
     text = Path(document).read_text(encoding="utf-8")
-    blocks = [*enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S), 1)]
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     fenced = "".join(re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S))
     commands = [line for line in fenced.splitlines() if line.startswith("m3jax ")]
     names = {"__name__": document}
-    for number, block in blocks[:1] if ends else blocks:
+    for number, block in enumerate(blocks, 1):
         print(f"== block {number}", flush=True)
         exec(compile(block, f"{document}, block {number}", "exec"), names)
-    for line in commands[-1:] if ends else commands:
+    for line in commands:
         print(f"== {line}", flush=True)
         sys.argv = shlex.split(line, comments=True)
         try:
