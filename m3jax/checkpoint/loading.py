@@ -290,7 +290,7 @@ class _DeviceBuffer:
         """Send a piece with the hub's axes to each device, which turns it and writes it at its place in the stack."""
         start = tuple(map(np.int32, index))
         for i, device in enumerate(self.devices):
-            sent = jax.device_put(piece, device, may_alias=False)
+            sent = jax.device_put(piece, device)
             self._arrays[i] = _write_piece(self._arrays[i], sent, start, perm)
         # Without the wait, pieces that are still on their way would pile up in host memory.
         jax.block_until_ready(self._arrays)

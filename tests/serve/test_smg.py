@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -28,6 +29,9 @@ from m3jax.decoding import Engine, Media, Params, Sampling
 from m3jax.media import process_image
 from m3jax.serve.worker import Worker
 from m3jax.serve.worker.server import start
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = pytest.mark.skipif(
     find_spec("smg") is None, reason="waits for the wheel of the gateway SMG: pip install smg==1.13.0 (x86-64 Linux)"
