@@ -230,8 +230,8 @@ class Eagle3(nnx.Module):
         # A pair lies in its token's slot, and has the position of its feature: the one before.
         values = self.project(x, slots - 1)
         call = LayerCall(jnp.int32(0), places, slots, lengths)
-        how = _beside(compute, has_cache=True)
-        attention, pages = how.attend(Heads(**values), pages, call, rules=None, values=Values())  # [B T N H]
+        heads = Heads(**values)
+        attention, pages = _beside(compute).attend(heads, pages, call, rules=None, values=Values())  # [B T N H]
         return self.outputs(attention, residual), pages
 
     def read(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -256,12 +256,12 @@ class Eagle3(nnx.Module):
         return _beside(compute).unembed(self.read(x), head)
 
 
-def _beside(target: Compute, has_cache: bool = False) -> Fast:
+def _beside(target: Compute) -> Fast:
     """Return what computes a draft beside its target: by the target's schedule and mesh, and by nothing else of it.
 
     A draft only proposes, so its sums need no order even where the target's have one.
     """
-    return Fast(Compute(schedule=target.schedule, mesh=target.mesh), has_cache)
+    return Fast(Compute(schedule=target.schedule, mesh=target.mesh), has_cache=True)
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "..."], eps: float) -> Float[Array, "... D"]:

@@ -208,6 +208,7 @@ def test_orbax_that_dies_leaves_no_checkpoint_and_the_next_save_is_whole(folder,
             checkpoint.save_orbax(model, point)
         with pytest.raises(ValueError, match=r"has no config\.json|has no folder 'parameters'"):
             checkpoint.load_orbax(point)
+    (point / ".m3jax-0123456789abcdef-config.json").write_text("of a process that ended as it wrote")
     assert os.replace is replace and any(path.name.startswith("parameters.unfinished") for path in point.iterdir())
     checkpoint.save_orbax(model, point)
     assert sorted(path.name for path in point.iterdir()) == ["config.json", "parameters"]

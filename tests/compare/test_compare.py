@@ -103,6 +103,14 @@ def test_every_layout_leads_back(data):
     assert (again == array).all(), (name, spelling, len(ranks))
 
 
+def test_ranks_of_unequal_shapes_are_not_joined():
+    rows = Rows(np.ones((1, 4), bool), np.argwhere(np.ones((1, 4))))
+    whole = np.ones((4, SIZES["N"], SIZES["H"]))
+    for ranks in ([whole[:, :3], whole[:, :4]], [whole[:, :3], whole], [whole, whole[:, :3]]):
+        with pytest.raises(ValueError, match="on each of 2 ranks, which cannot be aligned with"):
+            aligned(quantity("layers.0.q"), ranks, rows, SIZES)
+
+
 # Margins
 
 

@@ -435,6 +435,13 @@ def test_top_p_keeps_the_token_that_crosses():
     assert kept == [1, 2, 2, 3, 4]
 
 
+def test_top_p_of_one_keeps_what_float32_does_not_sum():
+    """Beside a row that asks for less: the mass before the second token is 1 already, and the last one stays."""
+    logits = np.float32([[0, -20, -30, -40]] * 2)
+    kept = probabilities(logits, [Sampling(top_p=1.0), Sampling(top_p=0.5)]) > 0
+    assert kept.sum(axis=-1).tolist() == [4, 1]
+
+
 def test_top_p_equal_to_the_sum_ends_the_set():
     """Of equal tokens, whose sums are exact: the smallest set that reaches the sum, and no token more."""
     logits = np.zeros(V, np.float32)

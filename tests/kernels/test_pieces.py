@@ -33,6 +33,7 @@ from pallas_kernels.cudnn_causal import cudnn_causal
 from pallas_kernels.dense_causal import cudnn, dense_causal
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.expert_tiles import expert_tiles
+from pallas_kernels.expert_tiles.mosaic_tpu import Config as TilesConfig
 from pallas_kernels.few_experts import few_experts
 from pallas_kernels.few_experts.triton import default_config as few_experts_config
 from pallas_kernels.gradient import with_gradient
@@ -61,6 +62,7 @@ from pallas_kernels.ordered_project import ordered_project
 from pallas_kernels.ordered_project.triton import default_config as ordered_config
 from pallas_kernels.pages import contiguous, paged, seen_positions
 from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
+from pallas_kernels.qk_norm_rope_insert import mosaic_tpu as mosaic_insert
 from pallas_kernels.shapes import DECODE, PREFILL, Shape
 from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_decode.triton.attend import Config as DecodeConfig
@@ -248,6 +250,30 @@ def test_the_last_tile_of_a_prompt_is_the_first_to_run(monkeypatch):
     assert triton_common.late_first(5) == 4
     monkeypatch.setattr(triton_common.pl, "program_id", lambda axis: jnp.int32([3, 7][axis]))
     assert triton_common.late_first(5) == 1
+
+
+def test_a_token_of_contiguous_rows_is_written_into_its_own(unchecked):
+    rows, nowhere = contiguous(array(2, 12, 8), 4), mosaic_insert._NOWHERE
+    targets = mosaic_insert._targets(rows, jnp.int32([[0, 5, 11], [3, -1, 12]]))
+    assert targets.tolist() == [0, 5, 11, 12 + 3, nowhere, nowhere]
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_tiles_meet_their_experts_on_every_core(cores, unchecked, monkeypatch):
+    """Cores take turns, a part of the hidden channels a step; tiles behind the used ones stay out."""
+    monkeypatch.setattr(Chip, "current", lambda interpret: Chip(cores, 32 << 20))
+    draw = np.random.default_rng(cores)
+    gate, up, down = (draw.normal(size=(2, 4, *shape)).astype(np.float32) for shape in ((8, 16), (8, 16), (16, 8)))
+    x, share = draw.normal(size=(5, 4, 8)).astype(np.float32), draw.random((5, 4)).astype(np.float32)
+    expert, used = np.int32([2, 0, 1, 3, 1]), 4
+    run = partial(
+        expert_tiles, activate=jnp.multiply, backend="mosaic_tpu", config=TilesConfig(hidden=8), interpret=True
+    )
+    found = jax.jit(run)(x, gate, up, down, jnp.int32(1), expert, jnp.int32(used), share)
+    for tile in range(used):
+        w = [matrix[1, expert[tile]] for matrix in (gate, up, down)]
+        expected = ((x[tile] @ w[0]) * (x[tile] @ w[1])) @ w[2] * share[tile][:, None]
+        np.testing.assert_allclose(found[tile], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_experts_are_said_to_be_read_once_for_each_tile_of_even_shares(unchecked):

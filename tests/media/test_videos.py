@@ -2,6 +2,7 @@
 
 import io
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,16 @@ from PIL import Image
 from support.comparisons import assert_close, assert_equal
 from support.media import clip, image_file, picture, sound_file, video_file
 
-from m3jax.media import FRAME_RULES, PRESETS, choose_frames, is_moving, process_image, process_video, timestamps
+from m3jax.media import (
+    FRAME_RULES,
+    PRESETS,
+    choose_frames,
+    is_moving,
+    process,
+    process_image,
+    process_video,
+    timestamps,
+)
 from m3jax.media.images import MediaError
 from m3jax.media.videos import _opened, declared_bytes, read_video
 
@@ -197,12 +207,16 @@ def test_time_stamps_are_those_of_the_first_frame_of_a_pair():
     assert process_video(clip(5)).timestamps is None
 
 
-def test_a_tier_bounds_the_pixels_of_a_whole_video():
+def test_a_tier_bounds_the_pixels_of_a_whole_video(monkeypatch):
     """Trap (vLLM PR #56097): a size that the caller asks for has a limit, for frames 301,056,000 pixels in all."""
     assert process_video(clip(2), max_long_side=252).grid == ((1, 8, 16),)  # the short side is raised to 112
     frames = np.broadcast_to(np.zeros((1, 2016, 2016, 3), np.uint8), (75, 2016, 2016, 3))
     with pytest.raises(ValueError, match=r"75 frames of 2016 x 2016 pixels \(H x W\): at most 301056000"):
         process_video(frames, max_long_side=2016)
+    monkeypatch.setattr(process, "LIMITS", replace(process.LIMITS, video_pixels=2 * 112 * 224))  # used up
+    assert process_video(clip(2), max_long_side=252).grid == ((1, 8, 16),)
+    with pytest.raises(ValueError, match="3 frames of 112 x 224 pixels"):
+        process_video(clip(3), max_long_side=252)
 
 
 FILE = video_file(clip(30))

@@ -440,6 +440,17 @@ def test_a_mesh_has_its_axes_in_order_and_no_device_more():
     needed = r"mesh data=1,context=1,expert=3,tensor=3 needs 9 devices, there are 8; .*device_count=9 to divide the CPU"
     with pytest.raises(ValueError, match=needed):
         make_mesh(expert=3, tensor=3)
+    with pytest.raises(ValueError, match=r"needs 8 devices, there are 8; .* whose product is at most that$"):
+        make_mesh(data=-2, context=-4)
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_what_one_process_can_read_is_not_copied():
+    """Numpy's memory, an array of one device, and one that is divided over this process's devices."""
+    divided = jax.device_put(np.arange(8.0), NamedSharding(make_mesh(data=4), P("data")))
+    for array in (np.ones(2), jnp.ones(2), divided):
+        assert placing._readable(array) is array
+    assert placing.read([divided])[0].tolist() == [*range(8)]
 
 
 @pytest.mark.usefixtures("eight_devices")

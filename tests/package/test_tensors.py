@@ -25,6 +25,7 @@ from m3jax.files.tensors import (
 DRAW = np.random.default_rng(0)
 ARRAYS = {code: DRAW.integers(0, 2, (3, 4)).astype(dtype) for code, dtype in DTYPES.items()}
 ARRAYS |= {"a scalar": np.float32(3), "none": np.zeros((0, 5), np.int32), "a view": np.arange(12.0).reshape(3, 4).T}
+ARRAYS |= {"all axes that there may be": np.ones((1,) * 32, np.float32)}
 ARRAYS = {name: np.asarray(array) for name, array in ARRAYS.items()}
 
 

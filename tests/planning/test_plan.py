@@ -502,6 +502,13 @@ def test_a_kernel_counts_by_its_own_estimate():
     before = hlo.count(PROGRAM)
     assert without.traffic - before.traffic == 8 + 16
     assert (counts.traffic - before.traffic, counts.flops - before.flops) == (900, 70)
+    # A kernel that says one of the two has none of the other.
+    for said in ("flops", "bytes_accessed"):
+        one = hlo.count(
+            PROGRAM.replace("  ROOT %z", f'  {call}, backend_config={{"cost_estimate":{{"{said}":"70"}}}}\n  ROOT %z')
+        )
+        expected = (0, 70) if said == "flops" else (70, 0)
+        assert (one.traffic - before.traffic, one.flops - before.flops) == expected
 
 
 # As XLA of jax 0.11.2 writes it.

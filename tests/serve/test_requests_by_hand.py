@@ -21,6 +21,7 @@ from m3jax.serve import apart, command, together
 from m3jax.serve.constraints import guides
 from m3jax.serve.gateway.app import ENDPOINTS
 from m3jax.serve.gateway.chat_completions import includes_usage, tool_choice
+from m3jax.serve.gateway.completions import fields_of_completions
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.fields import Fields, FixedField, IntegerField, ListField, TextField, object_schema
 from m3jax.serve.gateway.gateway import thinking_mode
@@ -124,6 +125,13 @@ def test_fields_of_messages_have_this_protocols_ranges():
     assert (fields["temperature"].least, fields["temperature"].most) == (0.0, 1.0)
     assert [(fields["n"].default, fields["n"].least, fields["n"].most), fields["max_tokens"].least] == [(1, 1, 1), 1]
     assert "stop_sequences" in fields and "stop" not in fields
+
+
+def test_a_prompt_of_completions_is_a_text_or_ids_or_at_least_one_of_them():
+    text, ids, several = fields_of_completions(MODEL)["prompt"].schema()["anyOf"]
+    assert text == {"type": "string", "minLength": 1} and (ids["type"], ids["minItems"]) == ("array", 1)
+    assert ids["items"] == {"type": "integer", "minimum": 0, "maximum": MODEL.vocab_size - 1}
+    assert several == {"type": "array", "items": {"anyOf": [text, ids]}, "minItems": 1}
 
 
 def test_an_input_of_responses_is_a_text_or_at_least_one_item():

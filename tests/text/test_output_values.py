@@ -191,6 +191,19 @@ def test_a_text_is_a_value_by_its_schema(schema, text, value):
     assert repr(call.arguments["list"]) == repr([value])
 
 
+@pytest.mark.parametrize(
+    ("schema", "faults"),
+    [
+        ({"type": "array"}, ()), ({"type": ["array", "null"]}, ()), (ANY_OF("object", "array"), ("n",)),
+        ({"type": "object"}, ("n",)), ({"type": "string"}, ()), ({}, ("n",)),
+    ],
+)  # fmt: skip
+def test_only_in_an_array_elements_have_one_name_without_a_fault(schema, faults):
+    (call,) = (message := parser(with_parameters(p=schema)).parse(
+        wire(f"{HEAD}@<p>@<n>1@</n>@<n>2@</n>@</p>{TAIL}"))).tool_calls  # fmt: skip
+    assert call.is_whole and message.faults == tuple(f"a second <{name}> in call 0 is dropped" for name in faults)
+
+
 @pytest.mark.parametrize("name", ["str", "int", "float", "bool", "list", "dict"])
 def test_names_of_pythons_types_are_known(name):
     """As files of benchmarks have them."""

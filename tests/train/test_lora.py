@@ -57,6 +57,9 @@ def test_the_file_is_one_that_peft_reads(folder):
 
     Of the two parameters of `mlp.experts` PEFT adapts gate_up_proj first: it lies under "base_layer".
     """
+    before = (folder / "adapter_model.safetensors").read_bytes()
+    save_adapters(adapters(), SETTINGS, model(), folder, base="tiny")  # over what lies there
+    assert (folder / "adapter_model.safetensors").read_bytes() == before
     tensors = mapped(folder / "adapter_model.safetensors", "the file")
     of_attention = {"q_proj": (128, 48), "k_proj": (64, 48), "v_proj": (64, 48), "o_proj": (48, 128)}
     shapes = {f"{layer}.self_attn.{name}": (3, *dims) for layer in (0, 1) for name, dims in of_attention.items()}

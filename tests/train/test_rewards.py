@@ -4,7 +4,7 @@ import asyncio
 import queue
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -51,6 +51,9 @@ def test_rewards_are_weighed_and_groups_are_compared_alone(task):
     parts = task.reward_parts(rows, answers, group=3)
     assert parts == {"right": [1, 0, 1, 1, 0, 0], "longest": [0, 1, 0, 1, 0, 1]}
     assert task.reward(rows, answers, group=3) == [1, 0.5, 1, 1.5, 0, 0.5]
+    alone = ModuleType("task")  # a file with one reward counts it once, each row by itself
+    alone.reward = len
+    assert rewards._rewards_of(alone) == {"reward": (len, 1.0, False)}
 
 
 def test_tools_answer_at_the_same_time(task):

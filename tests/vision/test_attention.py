@@ -149,6 +149,7 @@ def test_usual_batches_are_one_turn():
     ("on", "dtype", "head_dim", "takes"),
     [
         ("gpu", "bfloat16", 80, "rows"), ("gpu 12.0", "float16", 128, "rows"),
+        ("gpu 8.0", "bfloat16", 8, "rows"),
         ("gpu 7.5", "float16", 80, "a card of compute capability 7.5 (it takes 8.0 and newer)"),
         ("gpu", "float32", 80, "it takes bfloat16 and float16, and this is float32"),
         ("gpu", "bfloat16", 20, "heads of 20 (it takes multiples of 8 up to 128)"),

@@ -57,10 +57,10 @@ class PromptPart:
     params: Params
     new_count: int
     feature_rows: Int32[np.ndarray, " T"]
-    mask: UInt32[np.ndarray, " W"] | None = None
-    wants_scores: bool = False
-    edits: Mapping[str, Steer] | None = None
-    key_offset: int = 0
+    mask: UInt32[np.ndarray, " W"] | None
+    wants_scores: bool
+    edits: Mapping[str, Steer] | None
+    key_offset: int
 
 
 class Runner:
