@@ -40,7 +40,8 @@ ROOMS = {
     ),
     "cache": (
         "m3jax/cache",
-        "tests/cache tests/decoding/test_engine_equivalence.py tests/decoding/test_engine_lives.py",
+        "tests/cache tests/kernels/test_insert.py tests/decoding/test_engine_equivalence.py "
+        "tests/decoding/test_engine_lives.py",
     ),
     "engine": ("m3jax/decoding/engine m3jax/decoding/device", "tests/decoding tests/inside/test_engine.py"),
     "sampling": (

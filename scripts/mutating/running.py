@@ -5,7 +5,8 @@ of tests runs on the unchanged tree. A test that does not pass there, as for wan
 everything: it is left out, and named. Of the others it is then known how long they take and, from Python 3.12 on, which
 lines they run: the tests that run the line of a drawn bug come first, those of the cheapest file before the others. In
 both parts dear tests wait until the cheap ones have passed: a bug that a dear test catches is one that needs it. A line
-that runs as its file is imported, as a default or a constant, is no test's: there all that are quick come first.
+that runs as its file is imported, as a default or a constant, is no test's: there all that are quick come first. Last
+come the tests of other rooms that run the line, as far as this run knows them.
 """
 
 import itertools
@@ -156,6 +157,7 @@ class Run:
         # What later runs read is known of whole files; for this run alone the tests that bugs name are enough.
         is_whole = lambda file: keeps_results or file in named[file]
         self._files = [(file, [file] if is_whole(file) else list(dict.fromkeys(named[file]))) for file in files]
+        self._of_tests = self.known.keys() | {file for file, _ in self._files}
         self._changed = threading.Condition()
 
     def work(self, place: int, jobs: int) -> None:
@@ -304,6 +306,19 @@ class Run:
                 yield [*words, "--left-out", self._list(bug, "first", sorted(done | dear))]
                 done |= {test for file in of_bug for test in file.seconds} - dear
             yield [*words, "--left-out", self._list(bug, "done", sorted(done))]
+        if elsewhere := self._elsewhere(bug):
+            named = dict.fromkeys(test.partition("::")[0] for test in elsewhere)
+            yield [*named, "--chosen", self._list(bug, "elsewhere", elsewhere)]
+
+    def _elsewhere(self, bug: Bug) -> list[str]:
+        """Return the tests of files that a bug does not name and that run its lines, the cheapest first."""
+        with self._changed:  # a file that another worker still runs may have some
+            while not self._of_tests <= self.known.keys() and time.monotonic() < self.until:
+                self._changed.wait(1.0)
+            others = [file for name, file in self.known.items() if name not in _files(bug)]
+        others = [file for file in others if not file.run_at_import(bug.file, bug.lines)]
+        seconds = {test: file.seconds[test] for file in others for test in file.that_run(bug.file, bug.lines)}
+        return sorted(seconds, key=seconds.get)
 
     def _list(self, bug: Bug, kind: str, tests: list[str]) -> str:
         path = self.folder / f"{kind}-{threading.get_ident()}.json"

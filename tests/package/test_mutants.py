@@ -330,7 +330,10 @@ def test_a_test_that_hangs_has_caught_its_bug(drawn, tmp_path):
 
 
 def test_where_no_test_runs_a_line_the_quick_ones_come_first(drawn, tmp_path):
-    """Line 1 runs as room.py is imported; line 5 in two tests, of which the dear one waits for the other."""
+    """Line 1 runs as room.py is imported; line 5 in two tests, of which the dear one waits for the other.
+
+    A test of another room that runs a line comes last.
+    """
     from mutating import running
 
     run = running.Run(tmp_path, tmp_path, [], limit=60.0, seconds=60.0, has_baseline=True)
@@ -342,6 +345,9 @@ def test_where_no_test_runs_a_line_the_quick_ones_come_first(drawn, tmp_path):
         "tests/b.py": running.FileOfTests("tests/b.py", {"tests/b.py::quick": 0.1}, {}),
     }
 
+    of_others = {"tests/c.py::slow": 3.0, "tests/c.py::fast": 1.0, "tests/c.py::apart": 0.1}
+    lines = {"": at_import, "tests/c.py::slow": in_double, "tests/c.py::fast": in_double, "tests/c.py::apart": in_half}
+    run.known["tests/c.py"] = running.FileOfTests("tests/c.py", of_others, lines)
     every = [*seconds, "tests/b.py::quick"]
 
     def order(line):
@@ -355,4 +361,4 @@ def test_where_no_test_runs_a_line_the_quick_ones_come_first(drawn, tmp_path):
 
     dear, cheap, other, quick = every
     assert order(1) == [quick, cheap, other, dear]
-    assert order(5) == [cheap, dear, other, quick]
+    assert order(5) == [cheap, dear, other, quick, "tests/c.py::fast", "tests/c.py::slow"]
