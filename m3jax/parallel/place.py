@@ -55,7 +55,7 @@ def read(tree: _Tree) -> _Tree:
     return jax.device_get(jax.tree.map(_readable, tree))
 
 
-def _readable(array: Shaped[Array, "..."]) -> Shaped[Array | np.ndarray, "..."]:
+def _readable(array: Shaped[Array | np.ndarray, "..."]) -> Shaped[Array | np.ndarray, "..."]:
     """Return an array as it is if this process can read it, else all of it on the host."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return array
