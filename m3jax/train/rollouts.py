@@ -67,7 +67,7 @@ class Episode:
         if SUPPORT in records:
             support = np.full((len(tokens), records[SUPPORT].shape[1]), -1, np.int32)
             support[before:] = records[SUPPORT]
-        return cls(tokens, is_drawn, logprobs, choices, support, min(generation.versions, default=0))
+        return cls(tokens, is_drawn, logprobs, choices, support, min(generation.versions))
 
     def then(self, written: Sequence[int], generation: Generation) -> "Episode":
         """Return the episode after others wrote some tokens behind it and the policy drew more.

@@ -152,6 +152,8 @@ class PrefillClient:
                     if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
                         raise ValueError(error.details()) from None
                     raise TransferError(f"{address} ended the transfer: {_said(error)}") from None
+            if watch.reason:  # its last frame had come before it was cancelled
+                raise TransferError(f"{address}: {watch.reason}")
             pages = receiver.pages()
         identity, cached = self._engine_identity, len(prompt) - 1
         scores = tuple(receiver.prompt_logprobs)
@@ -186,8 +188,9 @@ class _Watch:
         self._heard, self._is_over = time.monotonic(), threading.Event()
 
     def note(self) -> None:
-        """Note that something has come."""
+        """Note that something has come, and look whether it is still wanted: all may come between two looks."""
         self._heard = time.monotonic()
+        self._end_if_unwanted()
 
     def __enter__(self) -> "_Watch":
         threading.Thread(target=self._watch, name="m3jax transfer watch", daemon=True).start()
@@ -198,14 +201,16 @@ class _Watch:
         self._call.cancel()  # a call that has ended stays as it is
 
     def _watch(self) -> None:
-        while not self._is_over.wait(_POLL_SECONDS):
-            if self._is_stopped():
-                self.reason = "the request was given up"
-            elif time.monotonic() - self._heard > self._silence_seconds:
-                self.reason = f"nothing came for {self._silence_seconds:g} s"
-            if self.reason:
-                self._call.cancel()
-                return
+        while not self.reason and not self._is_over.wait(_POLL_SECONDS):
+            self._end_if_unwanted()
+
+    def _end_if_unwanted(self) -> None:
+        if self._is_stopped():
+            self.reason = "the request was given up"
+        elif time.monotonic() - self._heard > self._silence_seconds:
+            self.reason = f"nothing came for {self._silence_seconds:g} s"
+        if self.reason:
+            self._call.cancel()
 
 
 def _said(error: grpc.RpcError) -> str:

@@ -3,7 +3,9 @@
 import json
 import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -24,7 +26,7 @@ from support.checkpoint_folders import (
 
 from m3jax import checkpoint
 from m3jax import model as m3_model
-from m3jax.checkpoint import CheckpointError, names, tree
+from m3jax.checkpoint import CheckpointError, loading, names, tree
 from m3jax.config import M3Config
 
 CONFIG = tiny_config()
@@ -231,6 +233,12 @@ def test_progress_bar_is_for_terminals(folder, monkeypatch, capsys):
     checkpoint.load(folder)
     out, err = capsys.readouterr()
     assert out == "" and "loading" in err
+    kinds, bar = [], SimpleNamespace(add_task=lambda name, total: (name, total), advance=lambda *given: given)
+    shown = lambda *columns, **options: kinds.extend(type(each).__name__ for each in columns) or nullcontext(bar)
+    monkeypatch.setattr(loading, "Progress", shown)
+    with loading._progress_bar(70, True) as advance:
+        assert advance(3) == (("loading", 70), 3)
+    assert kinds == ["TextColumn", "BarColumn", "DownloadColumn", "TransferSpeedColumn"]
 
 
 # Faults

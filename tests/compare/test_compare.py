@@ -269,14 +269,20 @@ def test_an_infinity_agrees_with_itself_alone(size):
 
 
 def test_the_margin_of_a_flip_grows_with_the_scores(tmp_path):
-    """Scores of a thousand times the size may be a thousand times as far apart, and small ones only as little."""
+    """Scores of a thousand times the size may be a thousand times as far apart, and small ones only as little.
+
+    The score of the token's own block counts among them, though it is kept whatever it is.
+    """
     right, wrong = near_tie()
-    for times, gap, is_inside in ((1000.0, 1e-2, True), (1e-3, 1e-5, False)):
+    for times, gap, of_own, is_inside in (
+        (1000.0, 1e-2, None, True), (1e-3, 1e-5, None, False), (1.0, 1e-2, None, False), (1.0, 1e-2, 1e6, True)
+    ):  # fmt: skip
         a, b = dict(right), dict(wrong)
         kept, other = (set(x["layers.1.blocks"][0, 0, 20].tolist()) for x in (right, wrong))
         ((lost,), (new,)) = kept - other, other - kept
         scores = np.float32(times) * right["layers.1.block_scores"]
         scores[0, 0, 20, lost] = scores[0, 0, 20, new] + gap
+        scores[0, 0, 20, 5] = scores[0, 0, 20, 5] if of_own is None else of_own
         a["layers.1.block_scores"] = b["layers.1.block_scores"] = scores
         files = written(tmp_path / "a.safetensors", a), written(tmp_path / "b.safetensors", b)
         report = compare_sides(*files, config=TINY)

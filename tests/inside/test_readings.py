@@ -104,6 +104,17 @@ def test_a_patch_is_that_value_of_the_other_run():
     np.testing.assert_allclose(effects[1, 1], whole[3] - whole[5], atol=1e-3)  # the last layer's last token is all
 
 
+def test_choices_of_a_run_are_given_whole(unchecked):
+    """By shape alone: of the layer that has experts and of the one that selects, each token's."""
+    found = jax.eval_shape(inside.choices_of, model(), TOKENS)
+    shapes = {name: x.shape for name, x in vars(found).items()}
+    slots = values()["layers.1.blocks"].shape[-1]
+    assert shapes == {
+        "expert_ids": (1, 43, 1, CONFIG.num_experts_per_tok),
+        "blocks": (1, 43, 1, CONFIG.num_key_value_heads, slots),
+    }
+
+
 @pytest.mark.further  # patches: test_a_patch_is_that_value_of_the_other_run
 def test_attributions_are_patches_to_first_order():
     """The slope at a token along what a patch would move there, as by a small step; the choices are given."""

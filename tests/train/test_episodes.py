@@ -118,9 +118,6 @@ def test_records_of_turns_are_joined_and_padded():
         first.then((), generation([7]))
     with pytest.raises(ValueError, match=r"ended without a token \(length\) is no episode"):
         Episode.of((1,), generation([]))
-    unknown = generation([5])
-    unknown.versions = ()
-    assert Episode.of((1,), unknown).version == 0
     own = Episode.of((1,), generation([5, 6], **{DRAWN_LOGPROBS: np.array([-0.5, -0.25], np.float32)}))
     assert own.logprobs.tolist() == [0.0, -0.5, -0.25]
     batch = as_batch([longer, first], 7, (SUPPORT,))

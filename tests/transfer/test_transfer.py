@@ -21,6 +21,7 @@ from m3jax.cache.storage import unit_scales
 from m3jax.decoding.engine import Snapshot, UnknownPages
 from m3jax.decoding.engine.exchange import identity
 from m3jax.transfer import Frame, PageReceiver, PrefillClient, Prefiller, TransferError, service
+from m3jax.transfer import client as transfer_client
 from m3jax.transfer.frames import decode, encode
 from m3jax.transfer.prefiller import page_frames
 
@@ -398,7 +399,9 @@ def test_a_transfer_that_stalls_or_whose_sender_dies_leaves_no_page(reading):
     assert target().pages["used"] == 0 and not target().busy
 
 
-def test_a_request_that_is_given_up_and_one_that_is_refused(reading):
+def test_a_request_that_is_given_up_and_one_that_is_refused(reading, monkeypatch):
+    """Given up as soon as something comes, though all may have come before the next look at the clock."""
+    monkeypatch.setattr(transfer_client, "_POLL_SECONDS", 60.0)
     server, port = service.start(reading)
     client = PrefillClient([f"127.0.0.1:{port}"], target())
     with pytest.raises(TransferError, match="given up"):
