@@ -232,8 +232,7 @@ def _tidy(folder: Path) -> None:
     token, named = committed_save(folder), _weights(folder)
     for name in sorted(os.listdir(folder)):
         match = PENDING.fullmatch(name)
-        is_committed = match and match[1] == token and match[2] not in (INDEX_NAME, SINGLE_NAME)
-        if is_committed:
+        if match and match[1] == token:  # of the save that was committed
             os.replace(folder / name, folder / match[2])
         elif (match and (folder / name).is_file()) or (_OWN_SHARD.fullmatch(name) and name not in named):
             os.unlink(folder / name)

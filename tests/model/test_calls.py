@@ -95,6 +95,15 @@ def test_values_of_a_step_come_with_its_cache(model, unchecked):
         model.intermediates(TOKENS[:, :1], stop_at=2, cache=cache, **at)
 
 
+def test_names_of_what_is_recorded_are_written_out(model):
+    """In the order in which they are asked for; logits are not recorded, and neither is what the model has not."""
+    names = ("final_norm", "layers.*.blocks", "layers.0.q")
+    assert model.recorded_names(names) == ("final_norm", "layers.1.blocks", "layers.2.blocks", "layers.0.q")
+    for name in ("logits", "layers.0.blocks"):
+        with pytest.raises(ValueError, match=name):
+            model.recorded_names((name,))
+
+
 def test_a_second_call_compiles_nothing(model):
     """Outside `jax.jit` each call used to compile its scans again."""
     other = TOKENS[::-1]
