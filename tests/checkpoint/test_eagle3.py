@@ -58,6 +58,11 @@ def test_names_and_shapes_are_the_hubs(tmp_path):
         "embed_tokens.weight": (64, width), "lm_head.weight": (64, width),
     }  # fmt: skip
     assert {name: values.shape for name, values in load_file(tmp_path / "model.safetensors").items()} == expected
+    of_engines = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1,
+        "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "config.json").read_text()).items() >= of_engines.items()
     assert len(expected) == 17
 
 

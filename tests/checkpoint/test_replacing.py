@@ -298,6 +298,23 @@ def test_a_full_disk_names_the_path_and_costs_nothing(tmp_path, monkeypatch):
     assert contents(tmp_path) == was and sorted(os.listdir(tmp_path)) == files
 
 
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_a_commit_that_is_refused_costs_nothing(num_files, tmp_path, monkeypatch):
+    """The one rename that would make the new files current."""
+    write(tmp_path, 1, num_files, config(1))
+    was, files, real = contents(tmp_path), sorted(os.listdir(tmp_path)), os.replace
+
+    def refuse(source, target):
+        if Path(target).name in (SINGLE, INDEX):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        patch.setattr(os, "replace", refuse)
+        write(tmp_path, 2, num_files, config(2))
+    assert contents(tmp_path) == was and sorted(os.listdir(tmp_path)) == files
+
+
 def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_written(tmp_path):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ValueError, match=r"config\.json is a folder, where a file has to be"):
