@@ -43,7 +43,10 @@ ROOMS = {
         "tests/cache tests/kernels/test_insert.py tests/decoding/test_engine_equivalence.py "
         "tests/decoding/test_engine_lives.py",
     ),
-    "engine": ("m3jax/decoding/engine m3jax/decoding/device", "tests/decoding tests/inside/test_engine.py"),
+    "engine": (
+        "m3jax/decoding/engine m3jax/decoding/device",
+        "tests/decoding tests/cache/test_offload.py tests/inside/test_engine.py",
+    ),
     "sampling": (
         "m3jax/decoding/sampling.py m3jax/decoding/speculation",
         "tests/decoding/test_sampling.py tests/decoding/test_speculative_verify.py tests/decoding/test_speculative.py "

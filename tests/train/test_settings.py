@@ -409,6 +409,16 @@ def test_an_index_branch_of_the_heads_width_begins_as_their_means(monkeypatch, u
         np.testing.assert_allclose(found[part(name)], x, rtol=1e-6, err_msg=name)
 
 
+def test_a_llama_may_leave_out_the_sizes_of_its_heads():
+    base = dict(num_attention_heads=4, hidden_size=48)
+    assert dense._with_defaults_of_llama(base) == base | dict(head_dim=12, num_key_value_heads=4)
+    own = base | dict(head_dim=16, num_key_value_heads=2)
+    assert dense._with_defaults_of_llama(own) == own
+    assert dense._with_defaults_of_llama({}) == {} and dense._with_defaults_of_llama({"hidden_size": 0}) == {
+        "hidden_size": 0
+    }
+
+
 def test_an_eps_above_1_says_that_a_stream_is_in_other_units(unchecked):
     units = [stream_unit(Namespace(rms_norm_eps=eps)) for eps in (1e-6, 1.0, 1.0001, 2.0, 1e7)]
     assert units == [1.0, 1.0, 2**20, 2**20, 2**20]
