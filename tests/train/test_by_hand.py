@@ -320,7 +320,13 @@ class Scripted:
 
     def run(self):
         return {
-            handle: Generation([100 * seed + len(prompt) + t for t in range(new)], [-0.5] * new, "length", len(prompt))
+            handle: Generation(
+                [100 * seed + len(prompt) + t for t in range(new)],
+                [-0.5] * new,
+                "length",
+                len(prompt),
+                versions=[0] * new,
+            )
             for handle, (prompt, seed, new) in enumerate(self.asked)
         }
 
