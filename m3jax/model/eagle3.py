@@ -259,7 +259,8 @@ class Eagle3(nnx.Module):
 def _beside(target: Compute) -> Fast:
     """Return what computes a draft beside its target: by the target's schedule and mesh, and by nothing else of it.
 
-    A draft only proposes, so its sums need no order even where the target's have one.
+    A draft only proposes, so its sums need no order even where the target's have one. Its attention, which alone asks
+    for it, always has a cache.
     """
     return Fast(Compute(schedule=target.schedule, mesh=target.mesh), has_cache=True)
 

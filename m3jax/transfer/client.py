@@ -147,12 +147,11 @@ class PrefillClient:
                         watch.note()
                         receiver.take(data)
                 except grpc.RpcError as error:
-                    if watch.reason:
-                        raise TransferError(f"{address}: {watch.reason}") from None
-                    if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+                    if not watch.reason and error.code() == grpc.StatusCode.INVALID_ARGUMENT:
                         raise ValueError(error.details()) from None
-                    raise TransferError(f"{address} ended the transfer: {_said(error)}") from None
-            if watch.reason:  # its last frame had come before it was cancelled
+                    if not watch.reason:
+                        raise TransferError(f"{address} ended the transfer: {_said(error)}") from None
+            if watch.reason:  # the last frame may have come before the call was cancelled
                 raise TransferError(f"{address}: {watch.reason}")
             pages = receiver.pages()
         identity, cached = self._engine_identity, len(prompt) - 1

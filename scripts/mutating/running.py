@@ -295,8 +295,7 @@ class Run:
         parts = {"quick": quick, "cheap": [*itertools.filterfalse(is_dear, chosen)], "dear": [*filter(is_dear, chosen)]}
         for kind, tests in parts.items():
             if tests:
-                named = dict.fromkeys(test.partition("::")[0] for test in tests)
-                yield [*named, "--chosen", self._list(bug, kind, tests)]
+                yield self._chosen(bug, kind, tests)
         unknown = {file.file for file in of_bug if not file.has_ended}
         words = [word for word in shlex.split(bug.tests) if word.partition("::")[0] not in left_out | unknown]
         words = sorted(words, key=lambda word: word not in first) if bug.lines else words
@@ -307,8 +306,7 @@ class Run:
                 done |= {test for file in of_bug for test in file.seconds} - dear
             yield [*words, "--left-out", self._list(bug, "done", sorted(done))]
         if elsewhere := self._elsewhere(bug):
-            named = dict.fromkeys(test.partition("::")[0] for test in elsewhere)
-            yield [*named, "--chosen", self._list(bug, "elsewhere", elsewhere)]
+            yield self._chosen(bug, "elsewhere", elsewhere)
 
     def _elsewhere(self, bug: Bug) -> list[str]:
         """Return the tests of files that a bug does not name and that run its lines, the cheapest first."""
@@ -319,6 +317,11 @@ class Run:
         others = [file for file in others if not file.run_at_import(bug.file, bug.lines)]
         seconds = {test: file.seconds[test] for file in others for test in file.that_run(bug.file, bug.lines)}
         return sorted(seconds, key=seconds.get)
+
+    def _chosen(self, bug: Bug, kind: str, tests: list[str]) -> list[str]:
+        """Return pytest's arguments for these tests alone."""
+        files = dict.fromkeys(test.partition("::")[0] for test in tests)
+        return [*files, "--chosen", self._list(bug, kind, tests)]
 
     def _list(self, bug: Bug, kind: str, tests: list[str]) -> str:
         path = self.folder / f"{kind}-{threading.get_ident()}.json"

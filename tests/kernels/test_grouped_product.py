@@ -87,10 +87,13 @@ def test_experts_by_products_and_their_gradients_are_those_of_copied_experts(sma
     with interpret():
         found = jax.jit(jax.value_and_grad(loss_by("products", ids, factors, dtype), (0, 1)))(x, weights)
     expected = jax.jit(jax.value_and_grad(loss_by("copied", ids, factors, dtype), (0, 1)))(x, weights)
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    exact = dtype == jnp.float32
+    # The loss is one number, whose parts cancel: 1.4e-6 apart on a CPU with AMX.
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5 if exact else 5e-3)
+    for mine, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(expected[1]), strict=True):
         mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
         # Copied experts round the gradient of each tile to bfloat16, and add the rounded ones up.
-        assert np.linalg.norm(mine - theirs) <= (1e-5 if dtype == jnp.float32 else 5e-3) * np.linalg.norm(theirs)
+        assert np.linalg.norm(mine - theirs) <= (1e-6 if exact else 5e-3) * np.linalg.norm(theirs)
     assert not np.asarray(found[1][1].gate, np.float32)[1, 4].any()
 
 

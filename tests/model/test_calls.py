@@ -87,8 +87,8 @@ def test_values_of_a_step_come_with_its_cache(model, unchecked):
     """By shape alone; a cache whose later layers would lack the step's keys is refused."""
     cache, at = model.new_cache(20, 2, 10), dict(positions=jnp.full((2, 1), 7), lengths=jnp.array([8, 8]))
     names = ("layers.2.output", "final_norm")
-    step = jax.eval_shape(lambda m, c: m.intermediates(TOKENS[:, :1], names=names, cache=c, **at), model, cache)
-    values, new_cache = step
+    step = lambda model, cache: model.intermediates(TOKENS[:, :1], names=names, cache=cache, **at)
+    values, new_cache = jax.eval_shape(step, model, cache)
     assert {name: x.shape for name, x in values.items()} == dict.fromkeys(names, (2, 1, model.config.hidden_size))
     assert jax.tree.map(jnp.shape, new_cache) == jax.tree.map(jnp.shape, cache)
     with pytest.raises(ValueError, match="stop_at with a cache: the layers behind it would lack these tokens"):

@@ -199,8 +199,8 @@ def test_a_text_is_a_value_by_its_schema(schema, text, value):
     ],
 )  # fmt: skip
 def test_only_in_an_array_elements_have_one_name_without_a_fault(schema, faults):
-    (call,) = (message := parser(with_parameters(p=schema)).parse(
-        wire(f"{HEAD}@<p>@<n>1@</n>@<n>2@</n>@</p>{TAIL}"))).tool_calls  # fmt: skip
+    message = parser(with_parameters(p=schema)).parse(wire(f"{HEAD}@<p>@<n>1@</n>@<n>2@</n>@</p>{TAIL}"))
+    (call,) = message.tool_calls
     assert call.is_whole and message.faults == tuple(f"a second <{name}> in call 0 is dropped" for name in faults)
 
 

@@ -86,26 +86,27 @@ def test_tiles_of_experts(monkeypatch, tile):
             np.testing.assert_allclose(got[token, slot], want, rtol=1e-4, atol=1e-5)
 
 
-def losses(loss_fn: MSALoss, run) -> tuple:
+def losses(run) -> tuple:
     """What `run` makes of a loss by the fused schedules and of one by the model's own, which recomputes nothing."""
     model = tiny.model(CONFIG).with_schedule("mask")
     weights = np.random.default_rng(3).choice(np.float32([1, 2]), (2, 64))
     arrays = {"tokens": tiny.tokens(CONFIG, 2, 65), "weights": weights}
     arrays = jax.tree.map(jnp.asarray, arrays)
-    each = (replace(loss_fn, fused=True), replace(loss_fn, remat=False))
+    each = (replace(LOSS, fused=True), replace(LOSS, remat=False))
     return tuple(jax.jit(run(lambda m, fn=fn: fn(m, arrays)[0]))(model) for fn in each)
 
 
 def test_losses_are_those_of_the_schedules():
     """Layers attend to all and to some."""
-    loss, want = losses(LOSS, lambda fn: fn)
+    loss, want = losses(lambda fn: fn)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
 
 
 @pytest.mark.further  # attention, selection and experts by themselves: above
 def test_losses_have_the_gradients_of_the_schedules():
     """T30 too: with recomputed activations, whose blocks are the forward pass's."""
-    (_, grads), (_, want_grads) = losses(LOSS, jax.value_and_grad)
+    (loss, grads), (want, want_grads) = losses(jax.value_and_grad)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 

@@ -414,9 +414,8 @@ def test_a_llama_may_leave_out_the_sizes_of_its_heads():
     assert dense._with_defaults_of_llama(base) == base | dict(head_dim=12, num_key_value_heads=4)
     own = base | dict(head_dim=16, num_key_value_heads=2)
     assert dense._with_defaults_of_llama(own) == own
-    assert dense._with_defaults_of_llama({}) == {} and dense._with_defaults_of_llama({"hidden_size": 0}) == {
-        "hidden_size": 0
-    }
+    for wrong in ({}, {"hidden_size": 48}, {"hidden_size": 0}):  # what lacks is named elsewhere
+        assert dense._with_defaults_of_llama(wrong) == wrong
 
 
 def test_an_eps_above_1_says_that_a_stream_is_in_other_units(unchecked):
