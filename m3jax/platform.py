@@ -12,3 +12,8 @@ def platform() -> str:
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.default_backend() if device is None else device.platform
+
+
+def compute_capability() -> str | None:
+    """The compute capability of JAX's first GPU, such as "9.0"; None elsewhere, or where programs are lowered alone."""
+    return getattr(jax.local_devices()[0], "compute_capability", None)

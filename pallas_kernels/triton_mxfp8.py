@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from pallas_kernels.backends import TileConfig
 from pallas_kernels.mxfp8 import BLOCK, NAN_SCALE, Weights
+from pallas_kernels.mxfp8_ptx import FOUR_BFLOAT16, FOUR_FLOAT16
 from pallas_kernels.triton_common import dot
 
 QUARTER = 4  # rows of a block that a warp reads at once: 4 of 128 bytes, 16 bytes a thread
@@ -70,52 +71,6 @@ def numbers(
     return (e4m3(codes) * powers(scales)[..., None, :]).astype(dtype)
 
 
-# Four codes become four numbers times their powers of two, rounded once. E4M3 goes over float16 and float32, which hold
-# it. bfloat16 holds it too, and then multiplies two numbers at a time; float16 has not all of the powers.
-_FOUR_BFLOAT16 = """
-{
-.reg .b16 codes<2>, halves<4>;
-.reg .b32 pairs<2>, exact<2>;
-.reg .f32 numbers<4>;
-mov.b32 {codes0, codes1}, $2;
-cvt.rn.f16x2.e4m3x2 pairs0, codes0;
-cvt.rn.f16x2.e4m3x2 pairs1, codes1;
-mov.b32 {halves0, halves1}, pairs0;
-mov.b32 {halves2, halves3}, pairs1;
-cvt.f32.f16 numbers0, halves0;
-cvt.f32.f16 numbers1, halves1;
-cvt.f32.f16 numbers2, halves2;
-cvt.f32.f16 numbers3, halves3;
-cvt.rn.bf16x2.f32 exact0, numbers1, numbers0;
-cvt.rn.bf16x2.f32 exact1, numbers3, numbers2;
-mul.rn.bf16x2 $0, exact0, $3;
-mul.rn.bf16x2 $1, exact1, $4;
-}
-"""
-_FOUR_FLOAT16 = """
-{
-.reg .b16 codes<2>, halves<4>;
-.reg .b32 pairs<2>;
-.reg .f32 numbers<4>;
-mov.b32 {codes0, codes1}, $2;
-cvt.rn.f16x2.e4m3x2 pairs0, codes0;
-cvt.rn.f16x2.e4m3x2 pairs1, codes1;
-mov.b32 {halves0, halves1}, pairs0;
-mov.b32 {halves2, halves3}, pairs1;
-cvt.f32.f16 numbers0, halves0;
-cvt.f32.f16 numbers1, halves1;
-cvt.f32.f16 numbers2, halves2;
-cvt.f32.f16 numbers3, halves3;
-mul.f32 numbers0, numbers0, $3;
-mul.f32 numbers1, numbers1, $4;
-mul.f32 numbers2, numbers2, $5;
-mul.f32 numbers3, numbers3, $6;
-cvt.rn.f16x2.f32 $0, numbers1, numbers0;
-cvt.rn.f16x2.f32 $1, numbers3, numbers2;
-}
-"""
-
-
 def numbers_for_tensor_cores(
     codes: UInt8[Array, "*X"], power: Float[Array, "..."], dtype: jax.typing.DTypeLike, interpret: bool
 ) -> Float[Array, "*X"]:
@@ -132,7 +87,7 @@ def numbers_for_tensor_cores(
     is_bfloat16 = dtype == jnp.bfloat16
     power = power.astype(dtype) if is_bfloat16 else power
     [values] = plgpu.elementwise_inline_asm(
-        _FOUR_BFLOAT16 if is_bfloat16 else _FOUR_FLOAT16,
+        FOUR_BFLOAT16 if is_bfloat16 else FOUR_FLOAT16,
         args=[codes, jnp.broadcast_to(power, codes.shape)],
         constraints="=r,=r,r,r,r" if is_bfloat16 else "=r,=r,r,r,r,r,r",
         pack=4,

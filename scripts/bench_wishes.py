@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rows", type=lambda text: [int(rows) for rows in text.split(",")], default=[8])
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a device call")
     parser.add_argument("--calls", type=int, default=6, help="calls of so many steps that one measurement takes")
+    parser.add_argument("--only", default="", metavar="TEXT", help="wishes with this in their names, and no guide")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each wish")
     args = parser.parse_args()
     model = build(args.model) if args.weights == "dequantize" else m3jax.quantize(build(args.model))
@@ -75,6 +76,8 @@ def main() -> None:
         prefix = random_tokens(model.config, args.prefix, 0)
         first_token(engine, prompt(engine, prefix, 0))
         table(engine, prefix, rows, args)
+        if args.only:
+            continue
         one_step = Engine(model, **sizes(model, args, 2 * rows) | dict(max_batch=rows, steps_per_call=1))
         first_token(one_step, prompt(one_step, prefix, 0))
         params = dataclasses.replace(wishes(args.new_tokens)["nothing"], max_new_tokens=4 * args.calls)
@@ -85,6 +88,8 @@ def table(engine: Engine, prefix: list[int], rows: int, args: argparse.Namespace
     """Print a line for each wish, as it is known."""
     asked = wishes(args.new_tokens)
     for name, params in asked.items():
+        if args.only not in name:
+            continue
         compare(engine, prefix, rows, args, name, asked["nothing"], params)
 
 

@@ -16,6 +16,7 @@ from m3jax.msa.rules import Score
 from m3jax.mxfp8 import BLOCK, MXFP8Array
 from m3jax.ops import measured
 from m3jax.ops.backends import interpreted
+from m3jax.platform import compute_capability
 
 MAX_DECODE_QUERIES = 16  # queries a row that the decode kernels take
 _MAX_DECODE_BLOCKS = 1 << 16
@@ -29,6 +30,7 @@ _STACKED_DEPTH, _STACKED_COLUMNS = 32, 64  # channels that a product sums over, 
 _MXFP8_COLUMNS = 32  # outputs that a Triton program takes at least
 _MXFP8_TPU_DEPTH, _TPU_LANES = 1024, 128  # on a TPU: input channels of a step, where there are more, and outputs
 _PRODUCT_UNIT, _GROUPED_UNIT, _FEW_UNIT = 256, 128, 64  # channels of experts
+_HOPPER = "9.0"  # the compute capability whose tensor cores Mosaic's kernel is written for
 _ORDERED_UNIT = 64  # channels of a step, and the least columns of a program, where sums have one order
 _ORDERED_FLOAT32_UNITS = 256, 16  # likewise of the router's product: channels, where there are more, and columns
 
@@ -184,14 +186,14 @@ class ExpertsCase:
 
     Attributes:
       path: "few", "grouped" or "products" (`m3jax.ops.EXPERT_PATHS`), "mxfp8_grouped" for the kernel of "grouped" with
-        MXFP8 weights and many tokens, or "tiles" for `sums_in_tiles`.
+        MXFP8 weights and many tokens, "mxfp8_mosaic" for the one that only Hopper has, or "tiles" for `sums_in_tiles`.
       tokens: X.
       dtype: of the activations.
       width: D.
       hidden: F.
       stored: a stack of their matrices.
       by_name: True if the path is asked for by name: it is not held to what is fastest.
-      expert_pairs: (token, expert) pairs of an expert, on average; only "mxfp8_grouped" asks.
+      expert_pairs: (token, expert) pairs of an expert, on average; only these two ask.
     """
 
     path: str
@@ -208,11 +210,15 @@ class ExpertsCase:
     def why_not(self, backend: str) -> str | None:
         """Return why a backend's kernels do not run it; None if they do."""
         widths = self.width, self.hidden
-        if self.path == "mxfp8_grouped":
+        if self.path in ("mxfp8_grouped", "mxfp8_mosaic"):
             if backend != "triton" or not self.stored.is_mxfp8:
                 return "only a GPU has a kernel, and it takes MXFP8"
-            if self.expert_pairs < measured.MXFP8_GROUPED_PAIRS:
-                return f"{self.expert_pairs} pairs an expert (it has {measured.MXFP8_GROUPED_PAIRS} or more)"
+            is_mosaic = self.path == "mxfp8_mosaic"
+            least = measured.MXFP8_MOSAIC_PAIRS if is_mosaic else measured.MXFP8_GROUPED_PAIRS
+            if self.expert_pairs < least:
+                return f"{self.expert_pairs} pairs an expert (it has {least} or more)"
+            if is_mosaic and (interpreted() or compute_capability() != _HOPPER or str(self.dtype) != "bfloat16"):
+                return f"activations in {self.dtype}, or no Hopper GPU (it has bfloat16, and no interpret mode)"
         if self.path == "tiles":
             if backend != "mosaic_tpu" or self.stored.is_mxfp8:
                 return "only a TPU has a kernel, and it takes weights in the activations' dtype"

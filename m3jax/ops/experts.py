@@ -348,11 +348,12 @@ def grouped(
         # Twice the average, so that few experts need a second tile and are read by it again.
         wanted = max(2 * tokens_per_expert, least_tile)
         tile = next((size for size in measured.KERNEL_TILES if size >= wanted), measured.KERNEL_TILES[-1])
+        tile = measured.MXFP8_MOSAIC_TILE if is_mosaic else tile
         tiles = invert(expert_ids[None, None], num_experts, tile)
         count = jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
         return kernel_of_pairs(
             x, gate, up, down, layer, tiles.block, tiles.pair, count,
-            num_chosen=num_chosen, backend="triton", **options,
+            num_chosen=num_chosen, backend="mosaic_gpu" if is_mosaic else "triton", **options,
         )  # fmt: skip
 
     def by_mxfp8_kernel(x, gate, up, down, expert_ids, layer):
@@ -372,10 +373,13 @@ def grouped(
         out = run(tiles.block, tiles.query, tiles.valid)
         return _outputs_of_pairs(out, tiles)
 
-    many = replace(experts_case("mxfp8_grouped", x, weights.gate), expert_pairs=tokens_per_expert)
-    # In the invariant mode a pair's bits may not depend on which of two kernels runs.
-    is_many = least_tile == 1 and choose(many) != "xla"
-    kernel_of_pairs = mxfp8_grouped if is_many else grouped_experts
+    def runs(path: str) -> bool:
+        """Return True if a kernel of many tokens runs; in the invariant mode bits may not depend on which one does."""
+        case = replace(experts_case(path, x, weights.gate), expert_pairs=tokens_per_expert)
+        return least_tile == 1 and choose(case) != "xla"
+
+    is_mosaic = runs("mxfp8_mosaic")
+    kernel_of_pairs = mxfp8_grouped if is_mosaic or runs("mxfp8_grouped") else grouped_experts
     kernel = by_mxfp8_kernel if isinstance(weights.gate, MXFP8Array) else by_kernel
     return _with_gradient_of_tiled(kernel, x, weights, expert_ids, layer, activate)
 

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from m3jax.platform import platform
+from m3jax.platform import compute_capability, platform
 from m3jax.vision.definition import segment_attention
 from m3jax.vision.rows import Turns, row_attention
 from m3jax.vision.tiles import tiled_attention
@@ -69,9 +68,7 @@ def _why_not_cudnn(dtype: jnp.dtype, head_dim: int) -> str | None:
     """Return the reason for which cuDNN cannot run a call; None if it can."""
     if platform() != "gpu":
         return f"it needs a GPU, and JAX runs on a {platform().upper()}"
-    capability = getattr(
-        jax.local_devices()[0], "compute_capability", None
-    )  # "9.0"; none where programs are lowered alone
+    capability = compute_capability()
     if capability is not None and float(capability) < _OLDEST:
         return f"a card of compute capability {capability} (it takes {_OLDEST} and newer)"
     if dtype not in (jnp.bfloat16, jnp.float16):

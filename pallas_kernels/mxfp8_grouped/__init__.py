@@ -9,7 +9,7 @@ from pallas_kernels.mxfp8 import Weights, check_weights
 
 __all__ = ["Weights", "mxfp8_grouped"]
 
-_TILES = (16, 32, 64, 128)  # tokens
+_TILES = (16, 32, 64, 128, 256)  # tokens
 
 
 def mxfp8_grouped(
@@ -40,11 +40,12 @@ def mxfp8_grouped(
       down: of shape [L E F D].
       layer: which layer of the stack; it is not copied.
       expert: of each tile.
-      pair: the pairs of a tile, C one of 16, 32, 64 and 128; what stands behind the first `count` may be any pair.
+      pair: the pairs of a tile, C one of 16, 32, 64, 128 and, by Mosaic, 256; what stands behind the first `count` may
+        be any pair.
       count: how many of its pairs count. A tile of 0 is skipped.
       num_chosen: A.
       activate: of two arrays in float32, element by element.
-      backend: "triton".
+      backend: "triton", or "mosaic_gpu" on a Hopper GPU, in bfloat16.
       config: tile sizes, a `Config` of the backend.
       interpret: run on the CPU.
 

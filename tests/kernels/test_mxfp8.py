@@ -1,5 +1,6 @@
 """Kernels that multiply by MXFP8 weights: in interpret mode against the definition, and their lowering for CUDA."""
 
+import inspect
 import math
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from support import tiny
 from support.lowering import array, equations, lower, refuse
@@ -27,6 +30,7 @@ from pallas_kernels.mosaic_mxfp8 import Config as TpuConfig
 from pallas_kernels.mxfp8_experts import mxfp8_experts
 from pallas_kernels.mxfp8_grouped import mxfp8_grouped
 from pallas_kernels.mxfp8_grouped import triton as grouped_triton
+from pallas_kernels.mxfp8_grouped.mosaic_gpu import rows_of_tiles
 from pallas_kernels.mxfp8_grouped.triton import Config as GroupedConfig
 from pallas_kernels.mxfp8_numbers import mxfp8_numbers
 from pallas_kernels.mxfp8_project import Weights, mxfp8_project
@@ -396,15 +400,66 @@ def test_a_piece_of_a_matrix_is_multiplied_whatever_its_threads_own(columns):
     assert distance(product(weights), expected) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.further)])
-def test_experts_of_many_tokens_lower(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "backend", "tile"),
+    [(jnp.bfloat16, "triton", 128), (jnp.bfloat16, "mosaic_gpu", 256),
+     pytest.param(jnp.float16, "triton", 128, marks=pytest.mark.further)],
+)  # fmt: skip
+def test_experts_of_many_tokens_lower(dtype, backend, tile):
+    """Both kernels, at M3's sizes: the one in a GPU's registers, which has no interpret mode, as far as a CPU can."""
     weights = lambda inputs, outputs: Weights(
         array(jnp.uint8, 3, 128, inputs, outputs), array(jnp.uint8, 3, 128, inputs // 32, outputs)
     )
     operands = array(dtype, 8192, 6144), weights(6144, 3072), weights(6144, 3072), weights(3072, 6144)
-    places = array(jnp.int32), array(jnp.int32, 384), array(jnp.int32, 384, 128), array(jnp.int32, 384)
-    run = partial(mxfp8_grouped, num_chosen=4, activate=lambda gate, up: gate * up, backend="triton")
+    places = array(jnp.int32), array(jnp.int32, 384), array(jnp.int32, 384, tile), array(jnp.int32, 384)
+    run = partial(mxfp8_grouped, num_chosen=4, activate=lambda gate, up: gate * up, backend=backend)
     assert "mxfp8_grouped_out" in lower(run, *operands, *places)
+
+
+def test_what_a_kernel_of_many_tokens_does_not_take_is_refused(unchecked):
+    """Each by the backend that does not take it, with the one that does."""
+    weights = lambda inputs, outputs: Weights(
+        array(jnp.uint8, 3, 8, inputs, outputs), array(jnp.uint8, 3, 8, inputs // 32, outputs)
+    )
+
+    def call(width, hidden, tile, dtype=jnp.bfloat16, **how):
+        places = array(jnp.int32), array(jnp.int32, 9), array(jnp.int32, 9, tile), array(jnp.int32, 9)
+        operands = array(dtype, 64, width), weights(width, hidden), weights(width, hidden), weights(hidden, width)
+        refuse(how.pop("match"), partial(mxfp8_grouped, num_chosen=2, activate=None, **how), *operands, *places)
+
+    call(128, 128, 256, backend="triton", match="tiles of 256 tokens: backend = 'triton' takes up to 128")
+    call(128, 128, 512, backend="mosaic_gpu", match="tiles of 512 tokens: need 16, 32, 64, 128 or 256")
+    call(128, 192, 64, backend="mosaic_gpu", match="widths 128 and 192: need multiples of 128")
+    call(192, 128, 64, backend="mosaic_gpu", match="widths 192 and 128: need multiples of 128")
+    call(128, 128, 64, jnp.float16, backend="mosaic_gpu", match="x is float16: .* takes bfloat16; use 'triton'")
+    call(128, 128, 64, backend="mosaic_gpu", interpret=True, match="has no interpret mode: .* use 'triton'")
+    config = GroupedConfig()
+    call(128, 128, 64, backend="mosaic_gpu", config=config, match="takes a .*mosaic_gpu.Config")
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 16, 3), (5, 16, 40), (7, 32, 100), (3, 64, 192)]))
+def test_rows_of_tiles_are_their_pairs_one_tile_behind_the_other(seed, sizes):
+    """Each tile's from a multiple of 8 on, which is what a fetch counts in; tiles of no pair, also between others."""
+    num_tiles, tile, num_pairs = sizes
+    rng = np.random.default_rng(seed)
+    count = np.zeros(num_tiles, np.int32)
+    for i in rng.permutation(num_tiles):
+        count[i] = rng.integers(0, min(tile, num_pairs - count.sum()) + 1)
+    pair = rng.integers(0, num_pairs, (num_tiles, tile)).astype(np.int32)
+    of_row, first_row = (np.asarray(x) for x in rows_of_tiles(jnp.asarray(pair), jnp.asarray(count), num_pairs))
+    assert (first_row % 8 == 0).all() and len(of_row) % 8 == 0
+    taken = np.zeros(len(of_row), int)
+    for tile_pairs, many, first in zip(pair, count, first_row, strict=True):
+        np.testing.assert_array_equal(of_row[first : first + many], tile_pairs[:many])
+        taken[first : first + many] += 1
+    assert taken.max(initial=0) <= 1 and (of_row[taken == 0] == 0).all()
+
+
+def test_rows_of_tiles_have_room_for_the_worst_counts():
+    """As many tiles as there are pairs, of one pair each: 8 rows for each of them."""
+    pair, count = jnp.arange(5, dtype=jnp.int32)[:, None].repeat(16, axis=1), jnp.ones(5, jnp.int32)
+    of_row, first_row = rows_of_tiles(pair, count, 5)
+    assert first_row.tolist() == [0, 8, 16, 24, 32] and of_row[first_row].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_when_experts_of_many_tokens_have_a_kernel_of_their_own(unchecked):
@@ -435,3 +490,33 @@ def test_a_call_takes_the_kernel_of_many_tokens_by_its_pairs_alone():
     assert "mxfp8_grouped_out" in names(130)
     assert "mxfp8_grouped_out" not in names(126)
     assert "mxfp8_grouped_out" not in names(130, "in_fixed_tiles")
+
+
+def test_on_a_hopper_gpu_many_tokens_take_mosaic_s_kernel(monkeypatch):
+    """In bfloat16, from 2 pairs an expert on, in tiles of 256; never where a pair's bits are its own."""
+    kept = ExpertWeights(*(MXFP8Array(*drawn(2, 2, 128, 128, seed=seed)) for seed in range(3)))
+    multiply = lambda gate, up: (gate * up).astype(gate.dtype)
+    taken = []
+
+    def kernel(x, *_, pair, backend, num_chosen, **options):
+        taken.append((backend, pair.shape[1]))
+        return jnp.zeros((len(x), num_chosen, x.shape[1]), jnp.float32)
+
+    names = list(inspect.signature(mxfp8_grouped).parameters)
+    monkeypatch.setattr(
+        "pallas_kernels.mxfp8_grouped.mxfp8_grouped",
+        lambda *args, **how: kernel(**dict(zip(names, args, strict=False)), **how),
+    )
+
+    def of(capability, num_tokens, dtype=jnp.bfloat16, path="grouped"):
+        taken.clear()
+        monkeypatch.setattr("m3jax.ops.cases.compute_capability", lambda: capability)
+        monkeypatch.setattr("m3jax.ops.backends.platform", lambda: "gpu")
+        x, ids = tokens(num_tokens, 128).astype(dtype), jnp.zeros((num_tokens, 1), jnp.int32)
+        jax.eval_shape(lambda x, ids: run_experts(x, kept, ids, LAYER, multiply, path=path), x, ids)
+        return taken
+
+    assert of("9.0", 4) == [("mosaic_gpu", 256)] and of("9.0", 128) == [("mosaic_gpu", 256)]
+    assert of("9.0", 3) == [] and of("8.9", 64) == [] and of(None, 64) == []
+    assert of("8.9", 128) == of("10.0", 128) == of("9.0", 128, jnp.float16) == [("triton", 128)]
+    assert of("9.0", 128, path="in_fixed_tiles") == []

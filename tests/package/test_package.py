@@ -24,7 +24,7 @@ TOP_LEVEL = {
 # Distributions whose import name is another, and where jax itself takes bfloat16 from.
 IMPORT_NAMES = {"huggingface-hub": "huggingface_hub", "orbax-checkpoint": "orbax", "Pillow": "PIL"}
 IMPORT_NAMES |= {"grpcio": "grpc", "prometheus-client": "prometheus_client", "smg-grpc-proto": "smg_grpc_proto"}
-COME_WITH_JAX = {"ml_dtypes"}
+COME_WITH_JAX = {"jaxlib", "ml_dtypes"}
 COME_WITH_STUBS = {"smg_grpc_proto": {"google"}}  # protobuf, of which the messages are made
 
 # Folders of one person's machine; the lookbehind leaves web addresses and relative paths alone.

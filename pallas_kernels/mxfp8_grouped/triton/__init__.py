@@ -32,6 +32,7 @@ from pallas_kernels.triton_common import div, dot, in_groups, store_rows
 from pallas_kernels.triton_mxfp8 import numbers_for_tensor_cores, powers
 
 _CHUNK = 16  # bytes that a thread fetches at once
+_MOST_ROWS = 128  # of a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +80,12 @@ def run(
     """Run `mxfp8_grouped` on checked operands.
 
     Raises:
-      ValueError: widths that are not whole pieces of a program, or codes out of reach.
+      ValueError: tiles that are too high, widths that are not whole pieces of a program, or codes out of reach.
     """
     (num_tiles, tile_tokens), (width, hidden_width) = pair.shape, gate.codes.shape[2:]
     config = Config() if config is None else config
+    if tile_tokens > _MOST_ROWS:
+        raise ValueError(f"tiles of {tile_tokens} tokens: backend = 'triton' takes up to {_MOST_ROWS}")
     if any(n % max(config.columns, config.depth) for n in (width, hidden_width)):
         unit = max(config.columns, config.depth)
         raise ValueError(f"widths {width} and {hidden_width}: need multiples of {unit}")
