@@ -112,6 +112,7 @@ CORE = (
     "kernels/test_index.py",
     "kernels/test_insert.py",
     "kernels/test_lowering.py",
+    "kernels/test_mosaic_registers.py",
     "kernels/test_tpu.py",
     "train/test_losses.py",
     "vision/test_attention.py",
