@@ -347,8 +347,8 @@ def grouped(
     def by_kernel(x, gate, up, down, expert_ids, layer):
         # Twice the average, so that few experts need a second tile and are read by it again.
         wanted = max(2 * tokens_per_expert, least_tile)
-        tile = next((size for size in measured.KERNEL_TILES if size >= wanted), measured.KERNEL_TILES[-1])
-        tile = measured.MXFP8_MOSAIC_TILE if is_mosaic else tile
+        sizes = (measured.MXFP8_MOSAIC_TILE,) if is_mosaic else measured.KERNEL_TILES
+        tile = next((size for size in sizes if size >= wanted), sizes[-1])
         tiles = invert(expert_ids[None, None], num_experts, tile)
         count = jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
         return kernel_of_pairs(
