@@ -210,15 +210,15 @@ class ExpertsCase:
     def why_not(self, backend: str) -> str | None:
         """Return why a backend's kernels do not run it; None if they do."""
         widths = self.width, self.hidden
-        if self.path in ("mxfp8_grouped", "mxfp8_mosaic"):
+        if least := measured.MXFP8_PAIRS.get(self.path):
             if backend != "triton" or not self.stored.is_mxfp8:
                 return "only a GPU has a kernel, and it takes MXFP8"
-            is_mosaic = self.path == "mxfp8_mosaic"
-            least = measured.MXFP8_MOSAIC_PAIRS if is_mosaic else measured.MXFP8_GROUPED_PAIRS
             if self.expert_pairs < least:
                 return f"{self.expert_pairs} pairs an expert (it has {least} or more)"
-            if is_mosaic and (interpreted() or compute_capability() != _HOPPER or str(self.dtype) != "bfloat16"):
-                return f"activations in {self.dtype}, or no Hopper GPU (it has bfloat16, and no interpret mode)"
+        if self.path == "mxfp8_mosaic" and (
+            interpreted() or compute_capability() != _HOPPER or str(self.dtype) != "bfloat16"
+        ):
+            return f"activations in {self.dtype}, or no Hopper GPU (it has bfloat16, and no interpret mode)"
         if self.path == "tiles":
             if backend != "mosaic_tpu" or self.stored.is_mxfp8:
                 return "only a TPU has a kernel, and it takes weights in the activations' dtype"

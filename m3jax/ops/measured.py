@@ -20,9 +20,9 @@ LAUNCH_BOUND_TOKENS = 64
 FEW_TOKENS = {(6144, 3072): 64, (192, 192): 64}
 KERNEL_TILES = (16, 32, 64, 128)  # tokens that meet an expert at once in a kernel
 MXFP8_TILES = (16, 64)  # likewise of experts in MXFP8: as many as an expert has, on average
-# Pairs of an expert, on average, from which `mxfp8_grouped` is faster: Triton's kernel (24 November 2026), and Mosaic's
-# (27 November 2026), with the fewest that were timed.
-MXFP8_GROUPED_PAIRS, MXFP8_MOSAIC_PAIRS = 64, 2
+# Pairs of an expert, on average, from which `mxfp8_grouped` is faster, by the path of its case: Triton's kernel (24
+# November 2026), and Mosaic's (27 November 2026), with the fewest that were timed.
+MXFP8_PAIRS = {"mxfp8_grouped": 64, "mxfp8_mosaic": 2}
 MXFP8_MOSAIC_TILE = 256  # tokens that meet an expert at once in Mosaic's
 ORDERED_TILE = 64  # likewise, at least, in the invariant mode: tensor cores take one instruction for all heights
 COPIED_TILE = 512  # likewise where experts are copied: more than an expert is wide, so its copies are the smaller part

@@ -135,7 +135,7 @@ def rows_of_tiles(
       The pair of each row, 0 where there is none, and the first row of each tile.
     """
     num_tiles, tile = pair.shape
-    eights = (count + _EIGHT - 1) // _EIGHT * _EIGHT
+    eights = -(-count // _EIGHT) * _EIGHT
     first_row = jnp.cumsum(eights, dtype=jnp.int32) - eights
     most = num_pairs + (_EIGHT - 1) * min(num_tiles, num_pairs)
     num_rows = -(-most // _EIGHT) * _EIGHT
