@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa import DENSE_SCHEDULES, SCHEDULES, BlockView, Contiguous, Paged
@@ -161,9 +162,14 @@ def _by_kernel(
         from pallas_kernels.dense_decode import dense_decode
 
         return dense_decode(q, keys, values, *rows, kv_heads=view.num_heads, scales=scales, **options)
-    from pallas_kernels.dense_causal import dense_causal
+    from pallas_kernels.dense_causal import cudnn, dense_causal
 
-    return dense_causal(q, keys, values, *rows, kv_heads=view.num_heads, **options)
+    def attend_by(backend: str) -> tuple[Array, ...]:
+        return dense_causal(q, keys, values, *rows, kv_heads=view.num_heads, **options | dict(backend=backend))
+
+    if case.why_not_cudnn():
+        return attend_by(backend)
+    return jax.lax.cond(cudnn.in_order(keys, *rows), partial(attend_by, "cudnn"), partial(attend_by, backend))
 
 
 def _with_gradient(

@@ -30,7 +30,7 @@ _STACKED_DEPTH, _STACKED_COLUMNS = 32, 64  # channels that a product sums over, 
 _MXFP8_COLUMNS = 32  # outputs that a Triton program takes at least
 _MXFP8_TPU_DEPTH, _TPU_LANES = 1024, 128  # on a TPU: input channels of a step, where there are more, and outputs
 _PRODUCT_UNIT, _GROUPED_UNIT, _FEW_UNIT = 256, 128, 64  # channels of experts
-_HOPPER = "9.0"  # the compute capability whose tensor cores Mosaic's kernel is written for
+_HOPPER = "9.0"  # the compute capability whose tensor cores Mosaic's kernel is written for; cuDNN was timed there
 _ORDERED_UNIT = 64  # channels of a step, and the least columns of a program, where sums have one order
 _ORDERED_FLOAT32_UNITS = 256, 16  # likewise of the router's product: channels, where there are more, and columns
 
@@ -95,6 +95,16 @@ class PagesCase:
         if not interpreted():
             reasons.append(_why_not_sizes(self, backend))
         return next((reason for reason in reasons if reason), None)
+
+    def why_not_cudnn(self) -> str | None:
+        """Return why a prefill's dense attention on a GPU is not cuDNN's; None if it is, where queries are in order."""
+        if compute_capability() != _HOPPER:
+            return "no Hopper GPU is at hand (cuDNN is asked for its version while tracing)"
+        if jnp.dtype(self.dtype).itemsize != 2 or self.width not in (64, 128):
+            return f"queries in {self.dtype}, heads of {self.width} (it has 16 bits, and 64 or 128)"
+        if self.queries < measured.CUDNN_QUERIES:
+            return f"{self.queries} queries a row, and a kernel over pages is as fast below {measured.CUDNN_QUERIES}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ class ExpertsCase:
     hidden: int
     stored: Stored
     by_name: bool = False
-    expert_pairs: int = 0
+    expert_pairs: float = 0.0
 
     op, is_named = "choice of experts", False
 
@@ -214,7 +224,7 @@ class ExpertsCase:
             if backend != "triton" or not self.stored.is_mxfp8:
                 return "only a GPU has a kernel, and it takes MXFP8"
             if self.expert_pairs < least:
-                return f"{self.expert_pairs} pairs an expert (it has {least} or more)"
+                return f"{self.expert_pairs:g} pairs an expert (it has {least} or more)"
         if self.path == "mxfp8_mosaic" and (
             interpreted() or compute_capability() != _HOPPER or str(self.dtype) != "bfloat16"
         ):

@@ -347,7 +347,7 @@ def grouped(
     def by_kernel(x, gate, up, down, expert_ids, layer):
         # Twice the average, so that few experts need a second tile and are read by it again.
         wanted = max(2 * tokens_per_expert, least_tile)
-        sizes = (measured.MXFP8_MOSAIC_TILE,) if is_mosaic else measured.KERNEL_TILES
+        sizes = measured.MXFP8_MOSAIC_TILES if is_mosaic else measured.KERNEL_TILES
         tile = next((size for size in sizes if size >= wanted), sizes[-1])
         tiles = invert(expert_ids[None, None], num_experts, tile)
         count = jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
@@ -375,7 +375,7 @@ def grouped(
 
     def runs(path: str) -> bool:
         """Return True if a kernel of many tokens runs; in the invariant mode bits may not depend on which one does."""
-        case = replace(experts_case(path, x, weights.gate), expert_pairs=tokens_per_expert)
+        case = replace(experts_case(path, x, weights.gate), expert_pairs=num_pairs / num_experts)
         return least_tile == 1 and choose(case) != "xla"
 
     is_mosaic = runs("mxfp8_mosaic")

@@ -21,9 +21,9 @@ FEW_TOKENS = {(6144, 3072): 64, (192, 192): 64}
 KERNEL_TILES = (16, 32, 64, 128)  # tokens that meet an expert at once in a kernel
 MXFP8_TILES = (16, 64)  # likewise of experts in MXFP8: as many as an expert has, on average
 # Pairs of an expert, on average, from which `mxfp8_grouped` is faster, by the path of its case: Triton's kernel (24
-# November 2026), and Mosaic's (27 November 2026), with the fewest that were timed.
-MXFP8_PAIRS = {"mxfp8_grouped": 64, "mxfp8_mosaic": 2}
-MXFP8_MOSAIC_TILE = 256  # tokens that meet an expert at once in Mosaic's
+# November 2026), and Mosaic's (27 November 2026).
+MXFP8_PAIRS = {"mxfp8_grouped": 64, "mxfp8_mosaic": 0.25}
+MXFP8_MOSAIC_TILES = (16, 64, 128, 256)  # tokens that meet an expert at once in Mosaic's
 ORDERED_TILE = 64  # likewise, at least, in the invariant mode: tensor cores take one instruction for all heights
 COPIED_TILE = 512  # likewise where experts are copied: more than an expert is wide, so its copies are the smaller part
 PRODUCT_TILE = 128  # likewise in kernels that have gradients
@@ -40,6 +40,10 @@ DIVIDED_TOKENS = {"cpu": 16, "gpu": 256, "tpu": 256}
 # the tokens alone, a dense one half as much again. 2,048 tokens of 6,144 channels in bfloat16, there and back between
 # two H100s: dense 0.51 ms, ragged 18.3 ms (jax 0.11.2, 26 November 2026). On a TPU neither was timed.
 EXPERT_EXCHANGE = {"cpu": "slots", "gpu": "slots", "tpu": "slots"}
+
+# Dense attention: queries a row from which cuDNN's is faster on Hopper, its copies of keys and its condition included
+# (H100, 25 November 2026).
+CUDNN_QUERIES = 2048
 
 # Attention by XLA: queries a row up to which gathering a query's blocks beats inverting the selection.
 GATHERED_QUERIES = 8

@@ -21,46 +21,55 @@ def built_at_once(monkeypatch, unchecked):
     monkeypatch.setattr(registers.plgpu, "inline_mgpu", lambda **_: lambda build: lambda *args: build(None, *args))
 
 
-def drawn(seed: int) -> Weights:
-    """Codes [64 64] and scales [2 64] of every kind: NaN, zeros, 2^-127 and the scale that is NaN among them."""
+def drawn(seed: int, columns: int) -> Weights:
+    """Codes [64 C] and scales [2 C] of every kind: NaN, zeros, 2^-127 and the scale that is NaN among them."""
     rng = np.random.default_rng(seed)
-    scales = rng.integers(110, 130, (2, 64)).astype(np.uint8)
-    scales[rng.integers(2), rng.integers(64)], scales[rng.integers(2), rng.integers(64)] = 0, 255
-    return Weights(rng.integers(0, 256, (64, 64)).astype(np.uint8), scales)
+    scales = rng.integers(110, 130, (2, columns)).astype(np.uint8)
+    scales[rng.integers(2), rng.integers(columns)], scales[rng.integers(2), rng.integers(columns)] = 0, 255
+    return Weights(rng.integers(0, 256, (64, columns)).astype(np.uint8), scales)
 
 
-def finite(seed: int) -> Weights:
-    weights = drawn(seed)
+def finite(seed: int, columns: int) -> Weights:
+    weights = drawn(seed, columns)
     codes = np.where(weights.codes & 127 == 127, 0, weights.codes)
     return Weights(codes, np.clip(weights.scales, 110, 130))
 
 
 def numbers(weights: Weights) -> np.ndarray:
-    """The definition's numbers, [64 channels, 64 columns]."""
+    """The definition's numbers, [64 channels, C columns]."""
     return dequantize(weights.codes, weights.scales.repeat(32, axis=0), BFLOAT16)
 
 
 def as_fetched(group: Warpgroup, weights: Weights) -> Weights:
-    """Put a step's weights into shared memory as a fetch does: pieces of 16 bytes change places with the row."""
-    row, byte = np.indices((64, 64))
-    codes = np.zeros((64, 64), np.uint8)
-    codes[row, (byte // 16 ^ row // 2 % 4) * 16 + byte % 16] = weights.codes
-    return Weights(group.put(codes.reshape(8, 1, 8, 64), is_shared=True), group.put(weights.scales, is_shared=True))
+    """Put a step's weights into shared memory as a fetch does: pieces of 16 bytes change places with the row.
+
+    They do so from one line of 128 bytes to the next: every row of 128 columns is one, every second row of 64.
+    """
+    columns = weights.codes.shape[1]
+    row, byte = np.indices((64, columns))
+    line = row if columns == 128 else row // 2
+    codes = np.zeros((64, columns), np.uint8)
+    codes[row, (byte // 16 ^ line % (columns // 16)) * 16 + byte % 16] = weights.codes
+    codes = codes.reshape(8, 1, 8, columns)
+    return Weights(group.put(codes, is_shared=True), group.put(weights.scales, is_shared=True))
 
 
-def make(first: Weights, second: Weights, warpgroup: int) -> np.ndarray:
-    """Return the left operand of a step's product, [64 64], as its threads make it."""
-    group = Warpgroup()
-    (found,) = group.run(registers.make_numbers, as_fetched(group, first), as_fetched(group, second), warpgroup)
+def make(first: Weights, second: Weights, part: int) -> np.ndarray:
+    """Return the left operand of a step's product, [64 64], as a warpgroup's threads make it of 32 columns."""
+    group, columns = Warpgroup(), first.codes.shape[1]
+    build = lambda first, second, part: registers.make_numbers(first, second, part, columns)
+    (found,) = group.run(build, as_fetched(group, first), as_fetched(group, second), part)
     return found.matrix()
 
 
-@pytest.mark.parametrize("warpgroup", [0, 1])
-def test_rows_are_the_numbers_of_a_warpgroup_s_columns(warpgroup):
+@pytest.mark.parametrize(("columns", "part"), [(64, 0), (64, 1), (128, 0), (128, 1), (128, 2), (128, 3)])
+def test_rows_are_the_numbers_of_a_part_s_columns(columns, part):
     """Each of its 32 columns of both matrices is a row, in whatever order; NaN codes and scales are NaN."""
-    first, second = drawn(1), drawn(2)
-    found = make(first, second, warpgroup).astype(np.float32)
-    own = slice(32 * warpgroup, 32 * warpgroup + 32)
+    first, second = drawn(1, columns), drawn(2, columns)
+    for weights in (first, second):
+        weights.scales[0, 32 * part] = 255
+    found = make(first, second, part).astype(np.float32)
+    own = slice(32 * part, 32 * part + 32)
     wanted = np.concatenate([numbers(w).astype(np.float32)[:, own].T for w in (first, second)])
     as_rows = lambda x: sorted(tuple(np.where(np.isnan(row), np.inf, row)) for row in x)
     assert as_rows(found) == as_rows(wanted)
@@ -77,7 +86,7 @@ def columns_of(group: Warpgroup, out: Array, first_row: int, rows: int, first_co
 def test_both_matrices_products_meet_in_one_thread(seed, sizes):
     """Sums of gate and up of a token and a column are written to one place each, and only of tokens that count."""
     rows, count = sizes
-    first, second = finite(seed), finite(seed + 1)
+    first, second = finite(seed, 64), finite(seed + 1, 64)
     x = np.random.default_rng(seed).standard_normal((rows, 64)).astype(BFLOAT16)
     group = Warpgroup(1 << 21)
     outs = [group.put(np.full((rows + 5, 192), POISON)) for _ in range(2)]
@@ -101,7 +110,7 @@ def test_both_matrices_products_meet_in_one_thread(seed, sizes):
 def test_sums_are_written_to_the_rows_of_their_pairs(seed, sizes):
     """Columns of both matrices, half of the width apart; rows of other pairs stay as they are."""
     rows, count = sizes
-    first, second = finite(seed), finite(seed + 1)
+    first, second = finite(seed, 64), finite(seed + 1, 64)
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, 64)).astype(BFLOAT16)
     pairs = rng.permutation(300)[:rows].astype(np.int32)

@@ -28,7 +28,7 @@ from m3jax.parallel import parse_mesh
 from m3jax.weights import StackedLayer
 from pallas_kernels.mosaic_mxfp8 import Config as TpuConfig
 from pallas_kernels.mxfp8_experts import mxfp8_experts
-from pallas_kernels.mxfp8_grouped import mxfp8_grouped
+from pallas_kernels.mxfp8_grouped import mosaic_gpu, mxfp8_grouped
 from pallas_kernels.mxfp8_grouped import triton as grouped_triton
 from pallas_kernels.mxfp8_grouped.mosaic_gpu import rows_of_tiles
 from pallas_kernels.mxfp8_grouped.triton import Config as GroupedConfig
@@ -402,7 +402,7 @@ def test_a_piece_of_a_matrix_is_multiplied_whatever_its_threads_own(columns):
 
 @pytest.mark.parametrize(
     ("dtype", "backend", "tile"),
-    [(jnp.bfloat16, "triton", 128), (jnp.bfloat16, "mosaic_gpu", 256),
+    [(jnp.bfloat16, "triton", 128), (jnp.bfloat16, "mosaic_gpu", 16), (jnp.bfloat16, "mosaic_gpu", 256),
      pytest.param(jnp.float16, "triton", 128, marks=pytest.mark.further)],
 )  # fmt: skip
 def test_experts_of_many_tokens_lower(dtype, backend, tile):
@@ -493,8 +493,8 @@ def test_a_call_takes_the_kernel_of_many_tokens_by_its_pairs_alone():
 
 
 def test_on_a_hopper_gpu_many_tokens_take_mosaic_s_kernel(monkeypatch):
-    """In bfloat16, from 2 pairs an expert on, in tiles of 256; never where a pair's bits are its own."""
-    kept = ExpertWeights(*(MXFP8Array(*drawn(2, 2, 128, 128, seed=seed)) for seed in range(3)))
+    """In bfloat16, from a pair for four experts on, in tiles of twice the mean; never where bits are a pair's own."""
+    kept = ExpertWeights(*(MXFP8Array(*drawn(2, 8, 128, 128, seed=seed)) for seed in range(3)))
     multiply = lambda gate, up: (gate * up).astype(gate.dtype)
     taken = []
 
@@ -516,7 +516,20 @@ def test_on_a_hopper_gpu_many_tokens_take_mosaic_s_kernel(monkeypatch):
         jax.eval_shape(lambda x, ids: run_experts(x, kept, ids, LAYER, multiply, path=path), x, ids)
         return taken
 
-    assert of("9.0", 4) == [("mosaic_gpu", 256)] and of("9.0", 128) == [("mosaic_gpu", 256)]
-    assert of("9.0", 3) == [] and of("8.9", 64) == [] and of(None, 64) == []
-    assert of("8.9", 128) == of("10.0", 128) == of("9.0", 128, jnp.float16) == [("triton", 128)]
-    assert of("9.0", 128, path="in_fixed_tiles") == []
+    tiles = {2: 16, 64: 16, 72: 64, 256: 64, 264: 128, 512: 128, 520: 256, 4096: 256}
+    assert all(of("9.0", count) == [("mosaic_gpu", tile)] for count, tile in tiles.items())
+    assert of("9.0", 1) == [] and of("8.9", 256) == [] and of(None, 256) == []
+    assert of("8.9", 512) == of("10.0", 512) == of("9.0", 512, jnp.float16) == [("triton", 128)]
+    assert of("9.0", 512, path="in_fixed_tiles") == []
+
+
+@pytest.mark.parametrize("width", [256, 384])
+def test_a_program_s_pieces_are_whole_and_its_stages_find_room(width):
+    """Pieces of 128 columns where a thread has registers for their sums, and halves of the width are whole pieces."""
+    for tile in (16, 32, 64, 128, 256):
+        config = mosaic_gpu.default_config(tile, width)
+        assert config.columns == (128 if width == 256 and tile <= 128 else 64)
+        assert width // 2 % config.columns == 0
+        of_stage = 2 * 64 * tile + 2 * (64 + 2) * config.columns
+        exchanged = 2 * 16 * 128 * 4
+        assert config.num_stages >= 5 and config.num_stages * (of_stage + 2 * 8) + exchanged <= 227 << 10

@@ -23,9 +23,10 @@ from m3jax.decoding import device
 from m3jax.decoding.engine.runner import Runner
 from m3jax.decoding.engine.shapes import Shapes
 from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous, contiguous_index
-from m3jax.ops import BACKENDS, attend_all, attend_selected, insert_backend, interpret, select
+from m3jax.ops import BACKENDS, attend_all, attend_selected, cases, insert_backend, interpret, measured, select
 from m3jax.ops.backends import choose, why_not
 from m3jax.ops.cases import PagesCase
+from pallas_kernels import dense_causal
 
 H200 = AbstractMesh(
     (1,), ("x",), axis_types=(AxisType.Auto,),
@@ -280,3 +281,31 @@ def test_prefill_and_decode_lower_for_a_gpu_with_kernels(unchecked):
     names = ("index_topk", "query_union", "dense_causal"), ("index_score_decode", "sparse_decode")
     for text, kernels in zip(texts, names, strict=True):
         assert all(kernel in text for kernel in (*kernels, "qk_norm_rope_insert"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "queries", "branch"), [("9.0", 20, "cudnn"), ("9.0", 24, "triton"), ("8.0", 20, "triton")]
+)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_long_chunk_in_order_is_cudnns_on_hopper_and_any_other_the_kernels(
+    capability, queries, branch, in_order, monkeypatch
+):
+    """Positions that run backwards are no chunk. What a backend that is not for a call computes is NaN here."""
+    monkeypatch.setattr(measured, "CUDNN_QUERIES", 20 if queries == 20 else 25)
+    monkeypatch.setattr(cases, "compute_capability", lambda: capability)
+    expected, run = branch if in_order else "triton", dense_causal.dense_causal
+
+    def only(*args, backend, **options):
+        return tuple(x * (1 if backend == expected else jnp.nan) for x in run(*args, backend=backend, **options))
+
+    monkeypatch.setattr(dense_causal, "dense_causal", only)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, n, 2, 64)), jnp.bfloat16) for n in (queries, 40, 40))
+    positions = np.arange(queries) + 5
+    at = jnp.asarray(positions if in_order else positions[::-1], jnp.int32)[None], jnp.array([40], jnp.int32)
+    view = contiguous(k, v, 8)
+    with interpret():
+        out, lse = jax.jit(lambda q: attend_all(q, view, *at, backend="triton"))(q)
+    want, want_lse = attend_all(q, view, *at, backend="xla")
+    comparisons.assert_close(out.astype(jnp.float32), want.astype(jnp.float32), "out", "B T N H", atol=2e-2)
+    comparisons.assert_close(lse, want_lse, "lse", "B T N", atol=1e-3)

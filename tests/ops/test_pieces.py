@@ -66,7 +66,7 @@ PRODUCT = ProductCase(rows=16, dtype=BF16, inputs=6144, outputs=8192, stored=Sto
 MXFP8_PRODUCT = replace(PRODUCT, stored=MXFP8)
 EXPERTS = ExpertsCase(path="grouped", tokens=64, dtype=BF16, width=256, hidden=128, stored=Stored(BF16, 1))
 FEW, MXFP8_EXPERTS = replace(EXPERTS, path="few", width=192, hidden=192), replace(EXPERTS, stored=MXFP8)
-MANY = replace(MXFP8_EXPERTS, path="mxfp8_grouped", expert_pairs=64)
+MANY = replace(MXFP8_EXPERTS, path="mxfp8_grouped", expert_pairs=64.0)
 TILES = replace(EXPERTS, path="tiles", tokens=256)
 PRODUCTS = replace(EXPERTS, path="products", width=256, hidden=512)
 ADD_NORM = TokenwiseCase(op="add_norm", tokens=64, dtype=BF16)
@@ -119,7 +119,7 @@ DO_NOT_RUN = [
     *cases(EXPERTS, width=(64, 192)), *cases(EXPERTS, hidden=(64,)), *cases(EXPERTS, dtype=(F32,)),
     *cases(FEW, tokens=(65,)), *cases(FEW, width=(32, 96)), replace(FEW, by_name=True, tokens=65),
     *cases(MXFP8_EXPERTS, width=(64, 192)), *cases(MXFP8_EXPERTS, hidden=(64,)), *cases(MXFP8_EXPERTS, dtype=(F32,)),
-    *cases(MANY, expert_pairs=(63,)), replace(MANY, stored=EXPERTS.stored), TILES,
+    *cases(MANY, expert_pairs=(63.0,)), replace(MANY, stored=EXPERTS.stored), TILES,
     *cases(ADD_NORM, tokens=(65,)), *cases(ADD_NORM, dtype=(F32,)), *cases(ROUTER, tokens=(65,)),
     *cases(ROUTER, experts=(96, 129)), *cases(ROUTER, dtype=(BF16,)),
     replace(ORDERED, dtype=F32), replace(ORDERED, widths=(64, 96)), replace(ORDERED, router=(384, 16)),
@@ -160,7 +160,7 @@ def test_the_reasons_name_the_call_s_numbers():
         (replace(PRODUCT, inputs=48), "48 by 8192 channels (it has multiples of 32 and 64)"),
         (replace(ADD_NORM, tokens=65), "65 tokens, and XLA is as fast from 65 on"),
         (replace(FEW, tokens=65), "65 tokens (it has up to 64)"),
-        (replace(MANY, expert_pairs=63), "63 pairs an expert (it has 64 or more)"),
+        (replace(MANY, expert_pairs=63.0), "63 pairs an expert (it has 64 or more)"),
         (replace(SELECT, queries=1, num_blocks=65537), "there are 65537 blocks, and it ranks up to 65536"),
         (replace(SPARSE, group=17), "groups of 17 heads and 16 slots (it has up to 16 heads, and 4 to 32 slots)"),
         (replace(ORDERED, head=(128, 96)), "96 of 128 dims are rotated (it has powers of two)"),

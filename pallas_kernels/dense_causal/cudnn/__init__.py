@@ -13,8 +13,6 @@ A chunk of few queries is filled up with padding. For a single query cuDNN has a
 keys of a row among programs; its release notes (9.18.1, known issues) advise against a causal mask there where query
 heads share keys. On an H100 (jax 0.11.2, 25 November 2026) a second run of two rows of one query each had the same
 outputs and log-sum-exps of other bits; filled up, they had the same ones in 20 runs (cuDNN 9.19, 26 November 2026).
-
-Nothing chooses this backend: it runs where its name is given.
 """
 
 import dataclasses

@@ -2,18 +2,22 @@
 
 As in the Triton kernels, products are turned: weights^T times tokens^T, because the left operand of Hopper's tensor
 cores may lie in registers. Each multiprocessor runs one program, whose warpgroups have a part each: one fetches what
-the next steps need, two make numbers and multiply. A program takes one piece of 64 columns of two matrices after the
-other, for up to 256 tokens of an expert: so an expert's weights are read, and made numbers of, once for all of them.
-In M3's sizes::
+the next steps need, two make numbers and multiply. A program takes one piece of the columns of two matrices after the
+other, for all tokens of a tile: so an expert's weights are read, and made numbers of, once for all of them. In M3's
+sizes::
 
-    codes, scales of both [64 channels, 64 columns] ──┐
-                                                      ├── one of 5 places in shared memory
-    x [16 to 256 tokens of one expert, 64 of 6,144] ──┘
+    codes, scales of both [64 channels, 128 columns] ───┐
+                                                        ├── one of some places in shared memory
+    x [16 to 128 tokens of one expert, 64 of 6,144] ────┘
 
     a warpgroup: 32 columns of both ── turned ── numbers in registers [64, 64] ── times x^T ── sums [64, tokens]
+                 32 more columns of both ── ...
 
-    gate and up [64 columns of each] ── activation ── hidden, memory
+    gate and up [128 columns of each] ── activation ── hidden, memory
     two pieces of down, half of its columns apart ── a float32 row of each pair
+
+Memory gives lines of 128 bytes, which are rows of such a piece: for half as wide ones it reaches 70% of its rate and
+not 95%. In a tile of 256 tokens a warpgroup has room for the sums of 32 columns alone, and pieces have 64.
 
 Rows of x lie in memory as tiles take them (an XLA gather makes them so), each tile's from a multiple of 8 on: what
 fetches them counts in eights.
@@ -33,12 +37,14 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.mxfp8 import BLOCK, Weights
 from pallas_kernels.mxfp8_grouped.mosaic_gpu import registers
-from pallas_kernels.mxfp8_grouped.mosaic_gpu.registers import COLUMNS, DEPTH, WARPGROUPS
+from pallas_kernels.mxfp8_grouped.mosaic_gpu.registers import DEPTH, PART, WARPGROUPS
 
 _FETCHING = WARPGROUPS  # the warpgroup that fetches is behind those that multiply
 _ROWS = (16, 32, 64, 128, 256)  # tokens of a product: a tile takes the fewest that are enough
 _EIGHT = 8  # rows that a fetch counts in
 _UNIT = 128  # what widths are multiples of
+_MOST_SUMS = 128  # registers of a thread
+_SHARED_MEMORY = 206 << 10  # bytes that places take, of 227 KiB
 _MULTIPROCESSORS = 132  # of an H100 and an H200, where there is no device to ask
 
 
@@ -47,10 +53,12 @@ class Config(TileConfig):
     """Sizes of a program.
 
     Attributes:
+      columns: 64 or 128, of a piece of each matrix.
       num_stages: steps whose operands are in shared memory.
     """
 
-    num_stages: int = 5
+    columns: int
+    num_stages: int
 
 
 LIMITS = Limits(config=Config)
@@ -96,11 +104,12 @@ def run(
         raise ValueError(f"x is {x.dtype}: backend = 'mosaic_gpu' takes bfloat16; use 'triton'")
     if width % _UNIT or hidden_width % _UNIT:
         raise ValueError(f"widths {width} and {hidden_width}: need multiples of {_UNIT}")
+    config = config or default_config(pair.shape[1], width)
     num_pairs = len(x) * num_chosen
     of_row, first_row = rows_of_tiles(pair, count, num_pairs)
     used = jnp.max(jnp.where(count > 0, jnp.arange(1, len(count) + 1, dtype=jnp.int32), 0), initial=0)
     tiles = _Tiles(layer.reshape(1).astype(jnp.int32), used.reshape(1), expert, first_row, count, pair)
-    call = partial(_call, tiles=tiles, config=config or Config())
+    call = partial(_call, tiles=tiles, config=config)
 
     def write_hidden(sums, buffer_ref, out_ref, columns, tile: _Tiles):
         values = activate(*registers.exchange(sums, buffer_ref)).astype(out_ref.dtype)
@@ -111,14 +120,27 @@ def run(
         registers.write_pairs(out_ref.at[:, columns], sums, tile.count, tile.pair, width // 2)
 
     hidden = call(
-        write_hidden, x[of_row // num_chosen], gate, up, 0, hidden_width // COLUMNS,
+        write_hidden, x[of_row // num_chosen], gate, up, 0, hidden_width // config.columns,
         jax.ShapeDtypeStruct((len(of_row), hidden_width), x.dtype), "mxfp8_grouped_hidden",
     )  # fmt: skip
     out = call(
-        write_out, hidden, down, down, width // 2 // COLUMNS, width // 2 // COLUMNS,
+        write_out, hidden, down, down, width // 2 // config.columns, width // 2 // config.columns,
         jax.ShapeDtypeStruct((num_pairs, width), jnp.float32), "mxfp8_grouped_out",
     )  # fmt: skip
     return out.reshape(len(x), num_chosen, width)
+
+
+def default_config(tile_rows: int, width: int) -> Config:
+    """Return the sizes for tiles of so many tokens, and matrices whose halves are whole pieces.
+
+    Args:
+      tile_rows: tokens of a tile, at most.
+      width: D.
+    """
+    # A thread has a sum of 32 columns for two tokens: in pieces of 128 columns as many as there are tokens.
+    columns = 128 if tile_rows <= _MOST_SUMS and width % 256 == 0 else 64
+    codes_and_scales = 2 * (DEPTH + DEPTH // BLOCK) * columns
+    return Config(columns, _SHARED_MEMORY // (codes_and_scales + 2 * DEPTH * tile_rows))
 
 
 def rows_of_tiles(
@@ -171,7 +193,8 @@ def _call(
       tiles: of x.
       config: sizes.
     """
-    num_steps, stages, tile_rows = x.shape[1] // DEPTH, config.num_stages, tiles.pair.shape[1]
+    num_steps, tile_rows, columns, stages = x.shape[1] // DEPTH, tiles.pair.shape[1], config.columns, config.num_stages
+    parts = columns // (PART * WARPGROUPS)  # of a warpgroup
     heights = [rows for rows in _ROWS if rows <= tile_rows]
 
     def kernel(tiles, x_ref, first, second, out_ref, x_places, first_places, second_places, buffer, is_full, is_empty):
@@ -200,9 +223,9 @@ def _call(
                 copy = partial(plgpu.copy_gmem_to_smem, barrier=is_full.at[place])
                 channels, blocks = pl.ds(step * DEPTH, DEPTH), pl.ds(step * (DEPTH // BLOCK), DEPTH // BLOCK)
                 for weights, places, at in ((first, first_places, piece), (second, second_places, piece + apart)):
-                    columns = pl.ds(at * COLUMNS, COLUMNS)
-                    copy(weights.codes.at[tile.layer, tile.expert, channels, columns], places.codes.at[place])
-                    copy(weights.scales.at[tile.layer, tile.expert, blocks, columns], places.scales.at[place])
+                    own = pl.ds(at * columns, columns)
+                    copy(weights.codes.at[tile.layer, tile.expert, channels, own], places.codes.at[place])
+                    copy(weights.scales.at[tile.layer, tile.expert, blocks, own], places.scales.at[place])
 
                 def copy_rows(rows):
                     copy(x_ref.at[pl.ds(tile.first_row, rows), channels], x_places.at[place, pl.ds(0, rows)])
@@ -211,21 +234,22 @@ def _call(
 
         def multiply(tile: _Tiles, piece, before) -> None:
             def take(rows):
-                @partial(pl.run_scoped, sums=plgpu.ACC((COLUMNS, rows), jnp.float32))
+                @partial(pl.run_scoped, sums=[plgpu.ACC((2 * PART, rows), jnp.float32)] * parts)
                 def _(sums):
                     @pl.loop(0, num_steps)
                     def _(step):
                         place = jax.lax.rem(before + step, stages)
                         plgpu.barrier_wait(is_full.at[place])
-                        weights = (Weights(*(ref.at[place] for ref in of)) for of in (first_places, second_places))
-                        numbers = registers.make_numbers(*weights, warpgroup)
-                        plgpu.wgmma(sums, numbers, x_places.at[place, pl.ds(0, rows)].transpose((1, 0)))
+                        weights = [Weights(*(ref.at[place] for ref in of)) for of in (first_places, second_places)]
+                        for i, sums_of_part in enumerate(sums):
+                            numbers = registers.make_numbers(*weights, warpgroup * parts + i, columns)
+                            plgpu.wgmma(sums_of_part, numbers, x_places.at[place, pl.ds(0, rows)].transpose((1, 0)))
                         plgpu.wgmma_wait(0)  # before the numbers' registers are written again
                         plgpu.barrier_arrive(is_empty.at[place])
 
-                    own = COLUMNS // WARPGROUPS
-                    columns = pl.ds(piece * COLUMNS + warpgroup * own, own)
-                    write(sums[...], buffer.at[warpgroup], out_ref, columns, tile)
+                    for i, sums_of_part in enumerate(sums):
+                        own = pl.ds(piece * columns + (warpgroup * parts + i) * PART, PART)
+                        write(sums_of_part[...], buffer.at[warpgroup], out_ref, own, tile)
 
             as_high_as_needed(tile.count, take)
 
@@ -240,8 +264,8 @@ def _call(
             for_each_piece(multiply)
 
     matrix = Weights(
-        plgpu.SMEM((stages, DEPTH, COLUMNS), jnp.uint8, transforms=registers.CODES),
-        plgpu.SMEM((stages, DEPTH // BLOCK, COLUMNS), jnp.uint8),
+        plgpu.SMEM((stages, DEPTH, columns), jnp.uint8, transforms=registers.layout_of_codes(columns)),
+        plgpu.SMEM((stages, DEPTH // BLOCK, columns), jnp.uint8),
     )
     return plgpu.kernel(
         kernel,

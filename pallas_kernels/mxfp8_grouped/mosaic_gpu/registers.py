@@ -22,55 +22,65 @@ from pallas_kernels.mxfp8 import BLOCK, NAN_SCALE, Weights
 from pallas_kernels.mxfp8_ptx import FOUR_BFLOAT16
 
 DEPTH = 64  # input channels of a step
-COLUMNS = 64  # of each matrix, of two warpgroups
+PART = 32  # columns of each matrix whose sums a warpgroup has at a time
 WARPGROUPS = 2  # that multiply
 EXCHANGED = 16  # registers that a thread leaves to another one at a time
 
-# Shared memory has codes in rows of 64 bytes, whose four pieces of 16 bytes are permuted from every second row to the
-# next, so that 8 rows of a piece meet all of its banks.
-CODES = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(COLUMNS))
+_ROWS_OF_PRODUCT = 64  # of a matrix product: columns of both matrices
+_LINE = 128  # bytes of shared memory in which all of its banks are
 ROWS = (plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH))  # of tokens
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _DYNAMIC = -(2**31)  # LLVM's word for an index that is a value
 
 
-def make_numbers(first: Weights, second: Weights, warpgroup: Int[Array, ""]) -> Float[Array, "64 64"]:
+def layout_of_codes(columns: int) -> tuple:
+    """Return how shared memory has codes of 64 or 128 columns.
+
+    The pieces of 16 bytes of a row are permuted from one line of 128 bytes to the next, so that 8 rows of a piece meet
+    all banks.
+    """
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns)
+
+
+def make_numbers(first: Weights, second: Weights, part: Int[Array, ""], columns: int) -> Float[Array, "64 64"]:
     """Return the numbers of a step, `[columns channels]`, in the registers from which tensor cores take them.
 
     One instruction of a warp reads 16 columns of 32 channels and turns them: a thread gets four words, each with two
     neighbouring columns of two neighbouring channels.
 
     Args:
-      first: references to codes [64 64] and scales [2 64] in shared memory.
+      first: references to codes [64 C] and scales [2 C] in shared memory.
       second: likewise, of the other matrix.
-      warpgroup: which half of the columns, 0 or 1.
+      part: which 32 of the columns.
+      columns: C, 64 or 128.
     """
-    of_matrix = Weights(plgpu.RefType(CODES), plgpu.RefType())
-    numbers = plgpu.ShapeDtypeStruct((COLUMNS, DEPTH), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    of_matrix = Weights(plgpu.RefType(layout_of_codes(columns)), plgpu.RefType())
+    numbers = plgpu.ShapeDtypeStruct((_ROWS_OF_PRODUCT, DEPTH), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(of_matrix, of_matrix, _SCALAR), return_type=numbers)
-    def make(_, first: Weights, second: Weights, warpgroup):
+    def make(_, first: Weights, second: Weights, part):
         i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
         thread = _Thread.here()
         pick = lambda a, b: arith.select(thread.is_of_second, utils.memref_ptr(b), utils.memref_ptr(a))
         codes, scales = pick(first.codes, second.codes), pick(first.scales, second.scales)
-        piece = arith.addi(arith.muli(warpgroup.registers.item(), _c(2)), arith.andi(thread.warp, _c(1)))
-        permuted = arith.xori(piece, arith.andi(arith.shrui(thread.lane, _c(1)), _c(3)))
-        own_row = arith.addi(arith.muli(thread.lane, _c(COLUMNS)), arith.muli(permuted, _c(16)))
+        piece = arith.addi(arith.muli(part.registers.item(), _c(2)), arith.andi(thread.warp, _c(1)))
+        line = arith.divui(thread.lane, _c(_LINE // columns))
+        permuted = arith.xori(piece, arith.remui(line, _c(columns // 16)))
+        own_row = arith.addi(arith.muli(thread.lane, _c(columns)), arith.muli(permuted, _c(16)))
         own_scales = arith.addi(arith.muli(piece, _c(16)), arith.muli(thread.group, _c(2)))
         registers = []  # [eight channels, row half], as the layout has them
         for block in range(DEPTH // BLOCK):
-            two = arith.extui(i32, llvm.load(i16, _at(scales, own_scales, "i8", block * COLUMNS)))
+            two = arith.extui(i32, llvm.load(i16, _at(scales, own_scales, "i8", block * columns)))
             powers = _power(arith.andi(two, _c(255))), _power(arith.shrui(two, _c(8)))
-            row = llvm.ptrtoint(i32, _at(codes, own_row, "i8", block * BLOCK * COLUMNS))
+            row = llvm.ptrtoint(i32, _at(codes, own_row, "i8", block * BLOCK * columns))
             words = _asm("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];", [row], 4, reads=True)
             for word in words:
                 (by_column,) = _asm("prmt.b32 $0, $1, 0, 0x3120;", [word], 1)
                 registers += [_pair(x) for x in _asm(FOUR_BFLOAT16, [by_column, *powers], 2)]
-        return _array(registers, (COLUMNS, DEPTH))
+        return _array(registers, (_ROWS_OF_PRODUCT, DEPTH))
 
-    return make(first, second, warpgroup)
+    return make(first, second, part)
 
 
 def exchange(sums: Float[Array, "64 R"], buffer_ref) -> tuple[Float[Array, "64 R2"], Float[Array, "64 R2"]]:
