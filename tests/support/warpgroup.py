@@ -2,7 +2,8 @@
 
 Every value is the bits of each thread's own, `[128]`, or `[128 n]` for a vector. Memory is one array of bytes. Shared
 memory is watched: what a thread has written another one may not read, and what one has read no other may write, before
-a barrier. It knows the operations that `pallas_kernels.mxfp8_grouped.mosaic_gpu.registers` uses, and no others.
+a barrier. It knows the operations that `pallas_kernels.mxfp8_grouped.mosaic_gpu.registers` uses, and no others: there
+is no branch among them, since what a whole warp has to do at once could get into it.
 """
 
 import operator
@@ -30,6 +31,7 @@ _OF_TWO = {
     "xori": operator.xor, "shli": np.left_shift, "shrui": np.right_shift, "maxui": np.maximum,
     "remui": operator.mod, "divui": operator.floordiv, "mul": operator.mul, "add": operator.add,
 }  # fmt: skip
+_STORE_IF = re.compile(r"\{ \.reg \.pred p; setp\.ne\.b32 p, \$3, 0; @p st\.v2\.b(16|32) \[\$0\], \{\$1, \$2\}; \}")
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Warpgroup:
             for value, each in zip(block.arguments, bits, strict=True):
                 self._values[value] = each
             self._forget()
-            self._run(block, np.ones(THREADS, bool))
+            self._run(block)
             found = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
             return [self._read(array) for array in found]
 
@@ -137,18 +139,14 @@ class Warpgroup:
         dtype = {"f32": np.dtype("float32"), "bf16": np.dtype(ml_dtypes.bfloat16)}[str(array.mlir_dtype)]
         return Registers(bits, array.shape, dtype)
 
-    def _run(self, block: ir.Block, active: np.ndarray) -> None:
+    def _run(self, block: ir.Block) -> None:
         for operation in block.operations:
-            name = operation.operation.name
-            if name == "scf.if":
-                self._run(operation.operation.regions[0].blocks[0], active & (self._values[operation.operands[0]] != 0))
-            elif name != "scf.yield":
-                of = [self._values[x] for x in operation.operands]
-                out = self._evaluate(name, operation.operation, of, active)
-                if len(operation.results):
-                    self._values[operation.results[0]] = out
+            of = [self._values[x] for x in operation.operands]
+            out = self._evaluate(operation.operation.name, operation.operation, of)
+            if len(operation.results):
+                self._values[operation.results[0]] = out
 
-    def _evaluate(self, name: str, operation: ir.Operation, of: list, active: np.ndarray) -> Any:
+    def _evaluate(self, name: str, operation: ir.Operation, of: list) -> Any:
         dialect, _, short = name.partition(".")
         attributes = operation.attributes
         if short in _OF_TWO and dialect in ("arith", "llvm"):
@@ -162,7 +160,7 @@ class Warpgroup:
                 return np.arange(THREADS, dtype=np.uint64) if _is_first(attributes["dimension"]) else _all(0)
             case "gpu.block_dim":
                 return _all(THREADS if _is_first(attributes["dimension"]) else 1)
-            case "arith.index_cast" | "arith.extui" | "llvm.inttoptr" | "llvm.ptrtoint":
+            case "arith.index_cast" | "arith.extui" | "arith.bitcast" | "llvm.inttoptr" | "llvm.ptrtoint":
                 return of[0]
             case "arith.cmpi":
                 predicate, (a, b) = attributes["predicate"].value, of
@@ -184,9 +182,9 @@ class Warpgroup:
                 index = of[1].astype(np.int64) if index == _DYNAMIC else index
                 return (of[0].astype(np.int64) + index * (_width(attributes["elem_type"].value) // 8)).astype(np.uint64)
             case "llvm.load":
-                return self._load(of[0], operation.results[0].type, active)
+                return self._load(of[0], operation.results[0].type)
             case "llvm.store":
-                self._store(of[1], of[0], operation.operands[0].type, active)
+                self._store(of[1], of[0], operation.operands[0].type, np.ones(THREADS, bool))
             case "vector.broadcast":
                 return of[0][:, None]
             case "vector.bitcast":
@@ -205,7 +203,7 @@ class Warpgroup:
     def _asm(self, text: str, of: list) -> Any:
         if text.startswith("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"):
             # Lane l has the address of row l % 8 of matrix l // 8, and gets column l // 4 of rows 2 p and 2 p + 1.
-            self._check_reads((of[0][:, None] + np.arange(16, dtype=np.uint64)).astype(int), np.ones(THREADS, bool))
+            self._check_reads((of[0][:, None] + np.arange(16, dtype=np.uint64)).astype(int))
             rows = self.memory[(of[0][:, None] + np.arange(16, dtype=np.uint64)).astype(int)].view("<u2")
             rows = rows.reshape(4, 4, 8, 8).astype(np.uint64)  # [warp matrix row column]
             lane = np.arange(32)
@@ -227,16 +225,18 @@ class Warpgroup:
         if text.startswith("bar.sync"):
             self._forget()
             return None
+        if store := _STORE_IF.fullmatch(text):
+            self._store(of[0], np.stack(of[1:3], axis=1), f"vector<2xi{store[1]}>", of[3] != 0)
+            return None
         raise NotImplementedError(text)
 
-    def _load(self, address: np.ndarray, kind: ir.Type, active: np.ndarray) -> np.ndarray:
+    def _load(self, address: np.ndarray, kind: ir.Type) -> np.ndarray:
         places, count = self._places(address, kind)
-        self._check_reads(places, active)
-        places = np.where(active[:, None, None], places, 0)
+        self._check_reads(places)
         values = sum(self.memory[places[..., i]].astype(np.uint64) << np.uint64(8 * i) for i in range(places.shape[2]))
         return values if count else values[:, 0]
 
-    def _store(self, address: np.ndarray, value: np.ndarray, kind: ir.Type, active: np.ndarray) -> None:
+    def _store(self, address: np.ndarray, value: np.ndarray, kind: ir.Type | str, active: np.ndarray) -> None:
         places, count = self._places(address, kind)
         value = value if count else value[:, None]
         own, thread = self._own(places, active)
@@ -249,8 +249,8 @@ class Warpgroup:
             byte = value[active] >> np.uint64(8 * i) & np.uint64(255)
             self.memory[places[active][..., i]] = byte.astype(np.uint8)
 
-    def _check_reads(self, places: np.ndarray, active: np.ndarray) -> None:
-        own, thread = self._own(places, active)
+    def _check_reads(self, places: np.ndarray) -> None:
+        own, thread = self._own(places, np.ones(THREADS, bool))
         shared, thread = own[self._shared[own]], thread[self._shared[own]]
         writer, reader = self._writer[shared], self._reader[shared]
         assert ((writer == -1) | (writer == thread)).all(), "a thread reads what another wrote, before a barrier"
@@ -262,7 +262,7 @@ class Warpgroup:
         assert ((own > 0) & (own < self._end)).all(), "a thread uses what is outside of memory"
         return own.reshape(-1), np.nonzero(active)[0].repeat(own.shape[1])
 
-    def _places(self, address: np.ndarray, kind: ir.Type) -> tuple[np.ndarray, int]:
+    def _places(self, address: np.ndarray, kind: ir.Type | str) -> tuple[np.ndarray, int]:
         """The bytes of each element, `[128 n bytes]`, and how many elements a vector has; 0 for a scalar."""
         vector = re.fullmatch(r"vector<(\d+)x(\w+)>", str(kind))
         count, size = (int(vector[1]), _width(vector[2]) // 8) if vector else (0, _width(kind) // 8)

@@ -181,18 +181,32 @@ class _Thread(NamedTuple):
 
 
 def _write(ref, values: fragments.FragmentedArray, column, first_row, count, where) -> None:
-    """Write a thread's two columns of each of its tokens, from `first_row` on, to the row that `where` gives for it."""
+    """Write a thread's two columns of each of its tokens, from `first_row` on, to the row that `where` gives for it.
+
+    What does not count is stored by no thread, and no branch is taken. Between two branches on one condition a compiler
+    may put what it finds there into both of them; but waiting for products and for other threads is for whole warps.
+    """
     i64, number = ir.IntegerType.get_signless(64), values.mlir_dtype
     (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-    memory, two = utils.memref_ptr(ref), ir.VectorType.get((2,), number)
+    memory = utils.memref_ptr(ref)
     for eight, (low, high) in enumerate(values.registers.reshape(-1, 2)):
         for token in range(2):
             row = arith.addi(first_row, _c(8 * eight + token))
-            with utils.when(arith.cmpi(arith.CmpIPredicate.slt, row, count)):
-                # In 64 bits: outputs of many pairs are beyond 2^31.
-                first = arith.muli(arith.extui(i64, where(row)), utils.c(stride, i64))
-                place = _at(memory, arith.addi(first, arith.extui(i64, column)), number)
-                llvm.store(vector.from_elements(two, [vector.extract(x, [], [token]) for x in (low, high)]), place)
+            # In 64 bits: outputs of many pairs are beyond 2^31.
+            first = arith.muli(arith.extui(i64, where(row)), utils.c(stride, i64))
+            place = _at(memory, arith.addi(first, arith.extui(i64, column)), number)
+            own = [vector.extract(x, [], [token]) for x in (low, high)]
+            _store_if(arith.cmpi(arith.CmpIPredicate.slt, row, count), place, own)
+
+
+def _store_if(condition: ir.Value, place: ir.Value, two: list[ir.Value]) -> None:
+    """Store two numbers side by side where a condition is true, without a branch."""
+    bits = utils.bitwidth(two[0].type)
+    words = [arith.bitcast(ir.IntegerType.get_signless(bits), number) for number in two]
+    text = f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.v2.b{bits} [$0], {{$1, $2}}; }}"
+    kind = {16: "h", 32: "r"}[bits]
+    operands, constraints = [place, *words, arith.extui(_i32(), condition)], f"l,{kind},{kind},r,~{{memory}}"
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, asm_dialect=0, has_side_effects=True)
 
 
 def _power(scale: ir.Value) -> ir.Value:
