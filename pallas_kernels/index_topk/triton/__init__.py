@@ -172,13 +172,16 @@ def _list_kernel(q_ref, positions_ref, pool_ref, finder: FinderRefs, keys_ref, i
 
 
 def _merge_kernel(keys_ref, ids_ref, positions_ref, *chosen_refs, sizes: Sizes):
-    """Merge the lists of all splits of a tile, one after the other.
+    """Merge the lists of all splits of a tile that have blocks, one after the other.
 
     Split by split, so that of blocks with equal keys the one with the lower id comes first: a tie goes to it.
     """
     tile, row = pl.program_id(0), pl.program_id(1)
     queries = sizes.queries(positions_ref, row, tile)
     lane = sizes.list_lane(tile)
+    last_own, per_split = _blocks_of_splits(queries.own_block, sizes)
+    # At a prompt's start there are fewer blocks than splits.
+    used_splits = jax.lax.div(last_own + per_split - 1, jnp.maximum(per_split, 1))
 
     def take_list(split, best):
         for j in range(sizes.top_k - 1):
@@ -187,8 +190,14 @@ def _merge_kernel(keys_ref, ids_ref, positions_ref, *chosen_refs, sizes: Sizes):
 
     best = empty_list(sizes.top_k - 1, sizes.tile_rows)
     if sizes.top_k > 1:
-        best = jax.lax.fori_loop(0, sizes.splits, take_list, best)
+        best = jax.lax.fori_loop(0, used_splits, take_list, best)
     _write(chosen_refs, best, queries, row)
+
+
+def _blocks_of_splits(own_block: Int[Array, "1 R"], sizes: Sizes) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Return (blocks before the own one of a tile's last query, how many of them a split has; the last have fewer)."""
+    last_own = jnp.maximum(jnp.max(own_block), 0)
+    return last_own, div(last_own + sizes.splits - 1, sizes.splits)
 
 
 def _walk(
@@ -205,9 +214,8 @@ def _walk(
 ) -> BestBlocks:
     """The best blocks of a tile's queries, of the part of the blocks that this split has."""
     own_block = queries.own_block
-    last_own = jnp.max(own_block)
+    last_own, per_split = _blocks_of_splits(own_block, sizes)
     first_own = jnp.maximum(jnp.min(jnp.where(own_block >= 0, own_block, BEHIND_ALL)), 0)
-    per_split = div(jnp.maximum(last_own, 0) + sizes.splits - 1, sizes.splits)
     start, stop = split * per_split, jnp.minimum((split + 1) * per_split, last_own)
     first_token = sizes.first_token(tile, positions_ref)
     lane = jnp.arange(sizes.tile_rows, dtype=jnp.int32)
