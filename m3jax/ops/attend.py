@@ -167,7 +167,7 @@ def _by_kernel(
     def attend_by(backend: str) -> tuple[Array, ...]:
         return dense_causal(q, keys, values, *rows, kv_heads=view.num_heads, **options | dict(backend=backend))
 
-    if case.why_not_cudnn():
+    if case.why_not("cudnn"):
         return attend_by(backend)
     return jax.lax.cond(cudnn.in_order(keys, *rows), partial(attend_by, "cudnn"), partial(attend_by, backend))
 

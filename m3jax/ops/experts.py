@@ -344,12 +344,15 @@ def grouped(
     num_pairs, num_chosen = expert_ids.size, expert_ids.shape[1]
     tokens_per_expert = num_pairs // num_experts
 
+    def tile_of(sizes: tuple[int, ...], wanted: int) -> int:
+        """Return the smallest size that is as large as wanted; the largest where none is."""
+        return next((size for size in sizes if size >= wanted), sizes[-1])
+
     def by_kernel(x, gate, up, down, expert_ids, layer):
         # Twice the average, so that few experts need a second tile and are read by it again.
         wanted = max(2 * tokens_per_expert, least_tile)
         sizes = measured.MXFP8_MOSAIC_TILES if is_mosaic else measured.KERNEL_TILES
-        tile = next((size for size in sizes if size >= wanted), sizes[-1])
-        tiles = invert(expert_ids[None, None], num_experts, tile)
+        tiles = invert(expert_ids[None, None], num_experts, tile_of(sizes, wanted))
         count = jnp.sum(tiles.valid, axis=1, dtype=jnp.int32)
         return kernel_of_pairs(
             x, gate, up, down, layer, tiles.block, tiles.pair, count,
@@ -368,8 +371,7 @@ def grouped(
             expert, valid = jnp.maximum(expert_ids, 0).reshape(-1), expert_ids.reshape(-1, 1) >= 0
             return run(expert, token, valid).reshape(*expert_ids.shape, -1)
         wanted = max(tokens_per_expert, least_tile)
-        tile = next((size for size in measured.MXFP8_TILES if size >= wanted), measured.MXFP8_TILES[-1])
-        tiles = invert(expert_ids[None, None], num_experts, tile)
+        tiles = invert(expert_ids[None, None], num_experts, tile_of(measured.MXFP8_TILES, wanted))
         out = run(tiles.block, tiles.query, tiles.valid)
         return _outputs_of_pairs(out, tiles)
 

@@ -41,8 +41,8 @@ DIVIDED_TOKENS = {"cpu": 16, "gpu": 256, "tpu": 256}
 # two H100s: dense 0.51 ms, ragged 18.3 ms (jax 0.11.2, 26 November 2026). On a TPU neither was timed.
 EXPERT_EXCHANGE = {"cpu": "slots", "gpu": "slots", "tpu": "slots"}
 
-# Dense attention: queries a row from which cuDNN's is faster on Hopper, its copies of keys and its condition included
-# (H100, 25 November 2026).
+# Dense attention: queries a row from which cuDNN's is as fast on Hopper or faster, its copies of keys and its condition
+# included: as fast for 2,048 at a prompt's start, and the faster the more there are (H200, 27 November 2026).
 CUDNN_QUERIES = 2048
 
 # Attention by XLA: queries a row up to which gathering a query's blocks beats inverting the selection.

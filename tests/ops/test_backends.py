@@ -284,14 +284,14 @@ def test_prefill_and_decode_lower_for_a_gpu_with_kernels(unchecked):
 
 
 @pytest.mark.parametrize(
-    ("capability", "queries", "branch"), [("9.0", 20, "cudnn"), ("9.0", 24, "triton"), ("8.0", 20, "triton")]
+    ("capability", "queries", "branch"), [("9.0", 20, "cudnn"), ("9.0", 19, "triton"), ("8.0", 20, "triton")]
 )
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_long_chunk_in_order_is_cudnns_on_hopper_and_any_other_the_kernels(
     capability, queries, branch, in_order, monkeypatch
 ):
     """Positions that run backwards are no chunk. What a backend that is not for a call computes is NaN here."""
-    monkeypatch.setattr(measured, "CUDNN_QUERIES", 20 if queries == 20 else 25)
+    monkeypatch.setattr(measured, "CUDNN_QUERIES", 20)
     monkeypatch.setattr(cases, "compute_capability", lambda: capability)
     expected, run = branch if in_order else "triton", dense_causal.dense_causal
 

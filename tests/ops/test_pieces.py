@@ -140,14 +140,29 @@ DO_NOT_RUN_ON_A_TPU = [
     *cases(TILES, width=(64,)), *cases(TILES, hidden=(192,)), replace(TILES, dtype=F16), replace(TILES, stored=MXFP8),
     PRODUCTS,
 ]  # fmt: skip
+RUN_BY_CUDNN = [
+    DENSE,
+    replace(DENSE, dtype=F16, stored=F16),
+    *cases(DENSE, width=(64,)),
+    *cases(DENSE, queries=(1 << 20,)),
+]
+DO_NOT_RUN_BY_CUDNN = [
+    SPARSE, SELECT, INSERT, *cases(DENSE, queries=(16, 2047)), replace(DENSE, dtype=F32, stored=F32),
+    *cases(DENSE, width=(32, 256)), *cases(DENSE, stored=(E4M3,)), *cases(DENSE, schedule=("invariant", "mask")),
+    *cases(DENSE, pages=(False,)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kernels", "run", "do_not"),
-    [("triton", RUN, DO_NOT_RUN), ("mosaic_tpu", RUN_ON_A_TPU, DO_NOT_RUN_ON_A_TPU)],
-)
-def test_a_kernel_runs_up_to_its_limits_and_not_beyond(kernels, run, do_not):
+    [("triton", RUN, DO_NOT_RUN), ("mosaic_tpu", RUN_ON_A_TPU, DO_NOT_RUN_ON_A_TPU),
+     ("cudnn", RUN_BY_CUDNN, DO_NOT_RUN_BY_CUDNN)],
+)  # fmt: skip
+def test_a_kernel_runs_up_to_its_limits_and_not_beyond(kernels, run, do_not, monkeypatch):
     """Each limit is used up by a case that runs, and passed by one that does not, which differs in that alone."""
+    if kernels == "cudnn":
+        assert DENSE.why_not(kernels).startswith("no Hopper GPU is at hand")
+        monkeypatch.setattr("m3jax.ops.cases.compute_capability", lambda: "9.0")
     refused = {case: reason for case in run if (reason := case.why_not(kernels))}
     assert not refused, refused
     taken = [case for case in do_not if case.why_not(kernels) is None]

@@ -193,8 +193,6 @@ class Warpgroup:
             case "vector.extract":
                 (position,) = list(attributes["static_position"])
                 return of[0][:, position]
-            case "vector.from_elements":
-                return np.stack(of, axis=1)
             case "llvm.inline_asm":
                 return self._asm(attributes["asm_string"].value, of)
             case _:

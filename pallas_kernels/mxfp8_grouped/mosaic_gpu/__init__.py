@@ -43,7 +43,7 @@ _FETCHING = WARPGROUPS  # the warpgroup that fetches is behind those that multip
 _ROWS = (16, 32, 64, 128, 256)  # tokens of a product: a tile takes the fewest that are enough
 _EIGHT = 8  # rows that a fetch counts in
 _UNIT = 128  # what widths are multiples of
-_MOST_SUMS = 128  # registers of a thread
+_MOST_SUMS = 128  # of a thread, each in a register
 _SHARED_MEMORY = 206 << 10  # bytes that places take, of 227 KiB
 _MULTIPROCESSORS = 132  # of an H100 and an H200, where there is no device to ask
 
@@ -138,7 +138,7 @@ def default_config(tile_rows: int, width: int) -> Config:
       width: D.
     """
     # A thread has a sum of 32 columns for two tokens: in pieces of 128 columns as many as there are tokens.
-    columns = 128 if tile_rows <= _MOST_SUMS and width % 256 == 0 else 64
+    columns = 128 if tile_rows <= _MOST_SUMS and width % (2 * 128) == 0 else 64
     codes_and_scales = 2 * (DEPTH + DEPTH // BLOCK) * columns
     return Config(columns, _SHARED_MEMORY // (codes_and_scales + 2 * DEPTH * tile_rows))
 
