@@ -30,6 +30,7 @@ _STACKED_DEPTH, _STACKED_COLUMNS = 32, 64  # channels that a product sums over, 
 _MXFP8_COLUMNS = 32  # outputs that a Triton program takes at least
 _MXFP8_TPU_DEPTH, _TPU_LANES = 1024, 128  # on a TPU: input channels of a step, where there are more, and outputs
 _PRODUCT_UNIT, _GROUPED_UNIT, _FEW_UNIT = 256, 128, 64  # channels of experts
+_MOSAIC_DEPTH, _MOSAIC_PAIR = 64, 256  # on Hopper: input channels of a step, and outputs of two pieces
 _HOPPER = "9.0"  # the compute capability whose tensor cores Mosaic's kernel is written for; cuDNN was timed there
 _ORDERED_UNIT = 64  # channels of a step, and the least columns of a program, where sums have one order
 _ORDERED_FLOAT32_UNITS = 256, 16  # likewise of the router's product: channels, where there are more, and columns
@@ -166,6 +167,8 @@ class ProductCase:
         """Return why a backend's kernels do not run it; None if they do."""
         if self.is_ordered:
             return _why_out_of_reach(self.stored)
+        if backend == "mosaic_gpu":
+            return _why_not_mosaic_product(self)
         if self.stored.is_mxfp8:
             return _why_not_mxfp8(self.stored, self.dtype, [(self.inputs, self.outputs)], backend)
         if backend != "triton":
@@ -216,10 +219,8 @@ class ExpertsCase:
                 return "only a GPU has a kernel, and it takes MXFP8"
             if self.expert_pairs < least:
                 return f"{self.expert_pairs:g} pairs an expert (it has {least} or more)"
-        if self.path == "mxfp8_mosaic" and (
-            interpreted() or compute_capability() != _HOPPER or str(self.dtype) != "bfloat16"
-        ):
-            return f"activations in {self.dtype}, or no Hopper GPU (it has bfloat16, and no interpret mode)"
+        if self.path == "mxfp8_mosaic" and (reason := _why_not_hopper(self.dtype)):
+            return reason
         if self.path == "tiles":
             if backend != "mosaic_tpu" or self.stored.is_mxfp8:
                 return "only a TPU has a kernel, and it takes weights in the activations' dtype"
@@ -321,6 +322,25 @@ class OrderedCase:
         powers = (rotated // 2, *([head_width - rotated] if head_width > rotated else []))
         is_power = all(n > 0 and n & (n - 1) == 0 for n in powers)
         return None if is_power else f"{rotated} of {head_width} dims are rotated (it has powers of two)"
+
+
+def _why_not_hopper(dtype: DTypeLike) -> str | None:
+    """Return why Mosaic's kernels of MXFP8 weights do not run here; None if they do."""
+    if interpreted() or compute_capability() != _HOPPER or str(dtype) != "bfloat16":
+        return f"activations in {dtype}, or no Hopper GPU (it has bfloat16, and no interpret mode)"
+    return None
+
+
+def _why_not_mosaic_product(case: ProductCase) -> str | None:
+    fewest, most = measured.MXFP8_MOSAIC_ROWS
+    if not case.stored.is_mxfp8 or case.stored.quantises:
+        return "it multiplies activations as they are by MXFP8"
+    if not fewest <= case.rows <= most:
+        return f"{case.rows} rows, and others are as fast with fewer than {fewest} or more than {most}"
+    if case.inputs % _MOSAIC_DEPTH or (case.outputs % _MOSAIC_PAIR and case.outputs != _MOSAIC_PAIR // 2):
+        units = f"multiples of {_MOSAIC_DEPTH} and {_MOSAIC_PAIR}, or {_MOSAIC_PAIR // 2} outputs"
+        return f"{case.inputs} by {case.outputs} channels (it has {units})"
+    return _why_not_hopper(case.dtype)
 
 
 def _why_not_mxfp8(stored: Stored, dtype: DTypeLike, widths: Sequence[tuple[int, int]], backend: str) -> str | None:

@@ -11,6 +11,9 @@ import math
 # itself, by (inputs, outputs) (`--only projections`). 1 and 8 rows were measured; the kernel does the same up to 16.
 STACKED_ROWS = {(6144, 8192): 16, (6144, 128): 16, (6144, 12288): 16, (6144, 3072): 16, (3072, 6144): 16, (192, 192): 0}
 MXFP8_ROWS = 48  # rows up to which a kernel makes numbers of MXFP8 as it multiplies, in place of writing them first
+# Rows from which Mosaic's kernel of products with MXFP8 is the fastest on Hopper, and up to which (H100, 27 November
+# 2026): 1, 2, 4, 8, 32, 64, 256 and 512 were measured. With 2 the products of q, k and v gain what others lose.
+MXFP8_MOSAIC_ROWS = 3, 256
 ORDERED_MXFP8_ROWS = 64  # likewise of the kernel with one order of sums
 
 # Norms and routers: tokens of a call up to which one kernel saves more launches than it costs.

@@ -12,10 +12,10 @@ from m3jax.mxfp8 import MXFP8Array, dequantize, quantize
 from m3jax.numerics import einsum, sum_over_devices
 from m3jax.ops import measured
 from m3jax.ops.backends import interpreted, kernels_here
+from m3jax.ops.cases import ProductCase
 from m3jax.ops.ordered import products_in_order
 from m3jax.parallel import token_axes
 from m3jax.weights import DividedWeight, StackedLayer, Weight, merge_outputs
-
 
 def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "..."]:
     """Return the product of activations and a weight, as `m3jax.numerics.einsum` does.
@@ -154,13 +154,17 @@ def _by_mxfp8_kernel(
 ) -> tuple[Float[Array, "X _"], ...]:
     """Return products with matrices in MXFP8.
 
-    A kernel multiplies few rows. With many, a kernel writes the numbers of a matrix, and XLA multiplies by them.
+    A kernel multiplies few rows, on Hopper some hundreds. With more, a kernel writes the numbers of a matrix, and XLA
+    multiplies by them.
     """
     from pallas_kernels.mxfp8_numbers import Weights, mxfp8_numbers
     from pallas_kernels.mxfp8_project import mxfp8_project
 
     options = dict(backend=backend, interpret=interpreted())
     weights = tuple(Weights(stack.codes, stack.scales) for stack in stacks)
+    cases = [ProductCase.of(stack, 1, len(x), x.dtype) for stack in stacks]
+    if backend == "triton" and not any(case.why_not("mosaic_gpu") for case in cases):
+        return mxfp8_project(x, weights, layer, backend="mosaic_gpu")
     if len(x) <= measured.MXFP8_ROWS:
         return mxfp8_project(x, weights, layer, **options)
     if backend != "triton":

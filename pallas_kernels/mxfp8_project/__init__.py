@@ -28,7 +28,7 @@ def mxfp8_project(
       x: activations; bfloat16 or float16.
       weights: each of shape [L I O], with its own O.
       layer: which layer of the stacks; it is not copied.
-      backend: "triton".
+      backend: "triton"; or "mosaic_gpu" on a Hopper GPU, in bfloat16.
       config: tile sizes, a `Config` of the backend.
       interpret: run on the CPU.
 

@@ -29,6 +29,10 @@ PROJECT = [
     (1, 6144, 8192, 512, 512), (4, 8192, 6144), (2, 6144, 512, 128), (3, 224, 96, 32), (16, 6144, 12288, 12288),
     (77, 3072, 6144), (5, 192, 256, 64, 64), (300, 6144, 8192), (129, 256, 128, 32), (1, 12288, 6144),
 ]  # fmt: skip
+MOSAIC_PROJECT = [
+    (32, 6144, 8192, 512, 512, 512, 128), (5, 3072, 6144), (300, 8192, 6144), (17, 192, 256, 128), (1, 128, 128),
+    (129, 6144, 256), (256, 6144, 3072, 3072), (2, 12288, 6144),
+]  # fmt: skip
 NARROW = ("bfloat16", "float16")
 TINIEST = 448 * 2.0**-127  # what has no leading bit may be flushed
 # tokens, experts, experts a token, width, hidden width, tile
@@ -36,7 +40,7 @@ GROUPED = [
     (2048, 16, 4, 6144, 3072, 128), (500, 9, 3, 256, 384, 128), (300, 6, 5, 128, 128, 64), (77, 8, 2, 256, 384, 16),
     (1000, 4, 2, 2048, 640, 32), (900, 5, 2, 512, 256, 256),
 ]  # fmt: skip
-# Both kernels of experts with many tokens: Mosaic's takes bfloat16 alone.
+# Triton's kernel and Mosaic's, which takes bfloat16 alone.
 of_many_tokens = pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
 in_16_bits = pytest.mark.parametrize("dtype", [jnp.dtype(name) for name in NARROW], ids=str)
 
@@ -133,7 +137,7 @@ def test_grouped_experts_are_those_of_their_numbers(shape, dtype, backend, seed)
 
 
 def skip_what_it_does_not_take(backend: str, dtype, tile: int) -> None:
-    """Skip a case that the other kernel of experts with many tokens has."""
+    """Skip a case that the other kernel has."""
     if backend == "mosaic_gpu" and dtype != jnp.bfloat16:
         pytest.skip("Mosaic's kernel takes bfloat16: float16 has Triton's")
     if backend == "triton" and tile > 128:
@@ -171,7 +175,17 @@ def test_grouped_experts_know_every_scale_and_nan(dtype, backend):
 
 @shapes_and_dtypes(PROJECT, others=["float16"])
 def test_projections_are_those_of_float64(shape, dtype, backend, seed):
-    """By the second of two layers; the first is NaN."""
+    check_projections(shape, dtype, backend, seed)
+
+
+@shapes_and_dtypes(MOSAIC_PROJECT, others=[])
+def test_projections_by_mosaic_are_those_of_float64(shape, dtype, seed):
+    """One row and several tiles of them; matrices of a single piece beside those of many."""
+    check_projections(shape, dtype, "mosaic_gpu", seed)
+
+
+def check_projections(shape, dtype, backend: str, seed: int) -> None:
+    """Multiply by the second of two layers; the first is NaN."""
     num_rows, inputs, *widths = shape
     keys = jax.random.split(jax.random.key(seed), 1 + 2 * len(widths))
     x = jax.random.normal(keys[0], (num_rows, inputs), jnp.float32).astype(dtype)
@@ -188,9 +202,11 @@ def test_projections_are_those_of_float64(shape, dtype, backend, seed):
 
 
 @pytest.mark.small
+@of_many_tokens
 @in_16_bits
 def test_projections_know_every_scale(dtype, backend):
     """Rows that each pick one input channel give the definition's numbers, in few rows and in many."""
+    skip_what_it_does_not_take(backend, dtype, 64)
     channels = np.arange(4) * 32 + np.array([0, 7, 18, 31])
     codes = np.random.default_rng(0).integers(0, 127, (1, 128, 128)) | 128 * (np.arange(128) % 2)
     scales = np.arange(512).reshape(1, 4, 128) % (247 if dtype == jnp.bfloat16 else 134)  # larger ones overflow
@@ -200,7 +216,7 @@ def test_projections_know_every_scale(dtype, backend):
         x = jnp.asarray(np.eye(128)[np.resize(channels, num_rows)], dtype)
         (got,) = mxfp8_project(x, [weights], jnp.int32(0), backend=backend)
         np.testing.assert_allclose(got[:4], want, rtol=0, atol=TINIEST, err_msg=f"{num_rows} rows")
-    got = exact(mxfp8_numbers(weights, jnp.int32(0), dtype, backend=backend))[channels]
+    got = exact(mxfp8_numbers(weights, jnp.int32(0), dtype, backend="triton"))[channels]
     np.testing.assert_allclose(got, want, rtol=0, atol=TINIEST, err_msg="the numbers themselves")
 
 

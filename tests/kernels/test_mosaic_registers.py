@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from support.warpgroup import Array, Registers, Warpgroup
 
 from m3jax.checkpoint.mxfp8 import dequantize
+from pallas_kernels import hopper_registers as registers
 from pallas_kernels.mxfp8 import Weights
-from pallas_kernels.mxfp8_grouped.mosaic_gpu import registers
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 POISON = np.float32(-12345)

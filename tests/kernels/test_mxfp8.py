@@ -4,6 +4,7 @@ import inspect
 import math
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from pallas_kernels.mxfp8_grouped.mosaic_gpu import rows_of_tiles
 from pallas_kernels.mxfp8_grouped.triton import Config as GroupedConfig
 from pallas_kernels.mxfp8_numbers import mxfp8_numbers
 from pallas_kernels.mxfp8_project import Weights, mxfp8_project
+from pallas_kernels.mxfp8_project import mosaic_gpu as project_mosaic
 from pallas_kernels.triton_mxfp8 import FewConfig, FragmentConfig
 
 TPU = dict(backend="mosaic_tpu", interpret=STRICT, config=TpuConfig(rows=4, columns=64, depth=64))
@@ -318,6 +320,13 @@ def test_projections_lower(num_rows, name):
     assert name in lower(run, *operands(num_rows, 8192, 512, 512, 128))
 
 
+@pytest.mark.parametrize("num_rows", [32, pytest.param(300, marks=pytest.mark.further)])
+def test_projections_in_a_gpu_s_registers_lower(num_rows):
+    """As far as a CPU can: a matrix of a single piece beside those of many."""
+    of_hopper = partial(mxfp8_project, backend="mosaic_gpu")
+    assert "mxfp8_project" in lower(of_hopper, *operands(num_rows, 8192, 512, 512, 512, 128))
+
+
 def test_numbers_lower():
     _, (weights,), layer = operands(1, 8192)
     widen = partial(mxfp8_numbers, dtype=jnp.bfloat16, backend="triton")
@@ -335,6 +344,94 @@ def test_wrong_operands_are_refused(unchecked):
     refuse("need below 2\\*\\*31 or above 2\\*\\*32", run, x, [far], layer)
     tpu = partial(mxfp8_project, backend="mosaic_tpu")
     refuse("a TPU kernel needs a multiple of 1024", tpu, *operands(4, 128, inputs=1536))
+    hopper = partial(mxfp8_project, backend="mosaic_gpu")
+    refuse("x is float16: .* takes bfloat16; use 'triton'", hopper, *operands(4, 256, dtype=jnp.float16))
+    refuse("has no interpret mode: .* use 'triton'", partial(hopper, interpret=True), *operands(4, 256))
+    units = "need multiples of 64 and of 256, or 128 outputs"
+    refuse(f"6144 input channels and 256, 384 outputs: {units}", hopper, *operands(4, 256, 384))
+    refuse(f"96 input channels and 128 outputs: {units}", hopper, *operands(4, 128, inputs=96))
+
+
+# Projections in the registers of a Hopper GPU
+
+
+@given(
+    st.integers(1, 300),
+    st.sampled_from([(128, (256, 128)), (192, (768, 128, 256)), (320, (512,)), (64, (128,))]),
+    st.sampled_from([1, 5, 24, 132]),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_works_of_a_product_are_all_of_it_once(num_rows, channels_and_widths, programs, seed):
+    """Of works that are done in numpy, the sums of parts add up to the product: none is left out, none comes twice."""
+    inputs, widths = channels_and_widths
+    draw = np.random.default_rng(seed)
+    x = draw.integers(-3, 4, (num_rows, inputs)).astype(np.float32)
+    matrices = [draw.integers(-3, 4, (inputs, width)).astype(np.float32) for width in widths]
+    # Codes and scales of no meaning: the works' products take the matrices themselves.
+    weights = tuple(
+        Weights(np.zeros((1, *m.shape), np.uint8), np.zeros((1, inputs // 32, m.shape[1]), np.uint8)) for m in matrices
+    )
+
+    def in_numpy(x, pairs, apart, data, *, num_works, work, outs, heights, config, **_):
+        x, columns = np.asarray(x, np.float32), config.columns
+        written = [np.full(out.shape, np.nan, np.float32) for out in outs]
+        of_all = jax.device_get(jax.vmap(partial(work, data))(jnp.arange(512)))  # one shape, whatever the case
+        assert num_works(data) <= 512
+        for index in range(num_works(data)):
+            own = jax.tree.map(lambda values, index=index: int(values[index]), of_all)
+            assert 0 < own.count <= heights[-1] and own.num_steps > 0 and own.place == (0,)
+            rows = slice(own.first_row, own.first_row + own.count)
+            channels = slice(64 * own.first_step, 64 * (own.first_step + own.num_steps))
+            for piece in {own.piece, own.piece + apart[own.pair]}:
+                of_piece = slice(piece * columns, (piece + 1) * columns)
+                place = written[own.pair][own.target, : own.count, of_piece]
+                assert np.isnan(place).all()
+                place[:] = x[rows, channels] @ matrices[own.pair][channels, of_piece]
+        return [np.nan_to_num(out) for out in written]
+
+    with mock.patch.multiple(project_mosaic, multiply_pieces=in_numpy, num_programs=lambda: programs):
+        found = project_mosaic.run(jnp.asarray(x, jnp.bfloat16), weights, jnp.int32(0), config=None, interpret=False)
+    for out, matrix in zip(found, matrices, strict=True):
+        np.testing.assert_array_equal(out, x @ matrix)
+
+
+def test_channels_are_divided_until_the_programs_have_works():
+    """M3's o, 24 pieces for 132 programs, in 5 parts; q, k, v and the index's, 39, in 3; at most into all steps."""
+    assert project_mosaic.num_parts(24, 128, 132) == 5 and project_mosaic.num_parts(39, 96, 132) == 3
+    assert project_mosaic.num_parts(132, 96, 132) == project_mosaic.num_parts(1000, 96, 132) == 1
+    assert project_mosaic.num_parts(1, 96, 132) == 12 and project_mosaic.num_parts(1, 2, 132) == 2
+
+
+def test_on_a_hopper_gpu_some_rows_take_mosaic_s_projections(monkeypatch):
+    """In bfloat16, of 3 to 256 rows; more have their numbers written, fewer Triton's kernel."""
+    kept, taken = MXFP8Array(*drawn(2, 128, 256)), []
+
+    def product(x, weights, layer, *, backend, **_):
+        taken.append(backend)
+        return tuple(jnp.zeros((len(x), w.codes.shape[2]), jnp.float32) for w in weights)
+
+    def widen(weights, layer, dtype, **_):
+        taken.append("numbers")
+        return jnp.zeros(weights.codes.shape[1:], dtype)
+
+    monkeypatch.setattr("pallas_kernels.mxfp8_project.mxfp8_project", product)
+    monkeypatch.setattr("pallas_kernels.mxfp8_numbers.mxfp8_numbers", widen)
+
+    def of(capability, num_rows, dtype=jnp.bfloat16, kept=kept):
+        taken.clear()
+        monkeypatch.setattr("m3jax.ops.cases.compute_capability", lambda: capability)
+        monkeypatch.setattr("m3jax.ops.backends.platform", lambda: "gpu")
+        layer = StackedLayer(kept, LAYER, "auto")
+        jax.eval_shape(lambda x: project("ti,io->to", x, layer), array(dtype, num_rows, kept.shape[1]))
+        [path] = taken
+        return path
+
+    assert [of("9.0", rows) for rows in (1, 2, 3, 256, 257)] == [
+        "triton", "triton", "mosaic_gpu", "mosaic_gpu", "numbers",
+    ]  # fmt: skip
+    assert of("8.9", 8) == of("10.0", 8) == of("9.0", 8, jnp.float16) == "triton" and of("8.9", 256) == "numbers"
+    assert of("9.0", 8, kept=MXFP8Array(*drawn(2, 128, 384))) == "triton"
+    assert of("9.0", 8, kept=MXFP8Array(*drawn(2, 96, 256))) == "triton"
 
 
 # Experts of many tokens
@@ -434,7 +531,7 @@ def test_what_a_kernel_of_many_tokens_does_not_take_is_refused(unchecked):
     call(128, 128, 64, jnp.float16, backend="mosaic_gpu", match="x is float16: .* takes bfloat16; use 'triton'")
     call(128, 128, 64, backend="mosaic_gpu", interpret=True, match="has no interpret mode: .* use 'triton'")
     config = GroupedConfig()
-    call(128, 128, 64, backend="mosaic_gpu", config=config, match="takes a .*mosaic_gpu.Config")
+    call(128, 128, 64, backend="mosaic_gpu", config=config, match="takes a .*hopper_mxfp8.Config")
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 16, 3), (5, 16, 40), (7, 32, 100), (3, 64, 192)]))

@@ -2,7 +2,7 @@
 
 Every value is the bits of each thread's own, `[128]`, or `[128 n]` for a vector. Memory is one array of bytes. Shared
 memory is watched: what a thread has written another one may not read, and what one has read no other may write, before
-a barrier. It knows the operations that `pallas_kernels.mxfp8_grouped.mosaic_gpu.registers` uses, and no others: there
+a barrier. It knows the operations that `pallas_kernels.hopper_registers` uses, and no others: there
 is no branch among them, since what a whole warp has to do at once could get into it.
 """
 
