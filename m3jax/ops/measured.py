@@ -16,6 +16,11 @@ MXFP8_ROWS = 48  # rows up to which a kernel makes numbers of MXFP8 as it multip
 MXFP8_MOSAIC_ROWS = 3, 256
 ORDERED_MXFP8_ROWS = 64  # likewise of the kernel with one order of sums
 
+# Float32 products with narrow matrices on a GPU, as the router's: outputs up to which the channels are summed in parts,
+# and (rows from which, in how many). 64, 256, 2,048 and 8,192 rows were measured (H100, 27 November 2026).
+FLOAT32_OUTPUTS = 128
+FLOAT32_PARTS = ((64, 16), (4096, 4))
+
 # Norms and routers: tokens of a call up to which one kernel saves more launches than it costs.
 LAUNCH_BOUND_TOKENS = 64
 
@@ -61,6 +66,15 @@ def stacked_rows(inputs: int, outputs: int) -> int:
     """
     distance = lambda measured: abs(math.log(measured[0] / inputs)) + abs(math.log(measured[1] / outputs))
     return STACKED_ROWS[min(STACKED_ROWS, key=distance)]
+
+
+def float32_parts(rows: int) -> int:
+    """Return in how many parts the channels of a narrow float32 product are summed on a GPU; 1 for as a whole.
+
+    Args:
+      rows: of the activations.
+    """
+    return next((parts for least, parts in reversed(FLOAT32_PARTS) if rows >= least), 1)
 
 
 def few_tokens(width: int, hidden_width: int) -> int:

@@ -15,7 +15,11 @@ from m3jax.ops.backends import interpreted, kernels_here
 from m3jax.ops.cases import ProductCase
 from m3jax.ops.ordered import products_in_order
 from m3jax.parallel import token_axes
+from m3jax.platform import platform
 from m3jax.weights import DividedWeight, StackedLayer, Weight, merge_outputs
+
+_LEAST_CHANNELS = 64  # of a part of a sum
+
 
 def project(spec: str, x: Float[Array, "..."], weight: Weight) -> Float[Array, "..."]:
     """Return the product of activations and a weight, as `m3jax.numerics.einsum` does.
@@ -59,8 +63,23 @@ def project_each(
     for index, weight in enumerate(weights):
         if products[index] is None:
             source = jax.lax.stop_gradient(x) if is_detached[index] else x
-            products[index] = einsum(spec, *operands(source, weight))
+            products[index] = _multiply(spec, *operands(source, weight))
     return [checkpoint_name(product, "product of matrices") for product in products]
+
+
+def _multiply(spec: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return `einsum`; of a float32 product with a narrow matrix on a GPU, in parts of the channels.
+
+    A GPU's libraries divide such a product by its outputs alone, of which there are too few for all its processors: the
+    router's, 6,144 channels to 128 experts, took 166 us for 256 tokens, and in 16 parts 23 (`bench_gpu.py`).
+    """
+    parts = measured.float32_parts(x.size // x.shape[-1]) if weight.ndim == 2 else 1
+    is_narrow = weight.dtype == jnp.float32 and weight.shape[-1] <= measured.FLOAT32_OUTPUTS
+    if platform() != "gpu" or parts == 1 or not is_narrow or x.shape[-1] % (parts * _LEAST_CHANNELS):
+        return einsum(spec, x, weight)
+    rows, matrix = x.reshape(-1, parts, x.shape[-1] // parts), weight.reshape(parts, -1, weight.shape[-1])
+    of_parts = einsum("xpi,pio->pxo", rows, matrix)
+    return jnp.sum(of_parts, axis=0).reshape(*x.shape[:-1], weight.shape[-1])
 
 
 def _over_mesh(
