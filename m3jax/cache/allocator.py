@@ -487,6 +487,8 @@ def _count(name: str, value: int, least: int = 1) -> int:
 
 
 def _integers(tokens: Sequence[int] | np.ndarray) -> list[int]:
+    if isinstance(tokens, list | tuple) and set(map(type, tokens)) <= {int}:  # as an array it would take thrice as long
+        return list(tokens)
     array = np.asarray(tokens)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"tokens are {array.dtype} of shape {array.shape}: give one list of integers")

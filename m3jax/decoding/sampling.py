@@ -350,7 +350,9 @@ class DrawContext:
     mask: UInt32[HostOrDevice, "B W"] | None = None
 
 
-def count_uses(prompt: Sequence[int], new: Sequence[int], vocab: int) -> Int32[np.ndarray, "V"]:
+def count_uses(
+    prompt: Sequence[int] | Int32[np.ndarray, " N"], new: Sequence[int] | Int32[np.ndarray, " X"], vocab: int
+) -> Int32[np.ndarray, "V"]:
     """Return, for each token, twice the times that the continuation has it, and one more if the prompt has it.
 
     So one array serves the repetition penalty, which asks for tokens of both, and the penalties that count new ones.

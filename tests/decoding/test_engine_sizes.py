@@ -9,7 +9,7 @@ from support.compilations import compilations
 from support.engines import finish, params, prompt, quick, serve
 from support.fake_model import FakeConfig, FakeModel
 
-from m3jax.decoding import Engine
+from m3jax.decoding import Engine, device
 from m3jax.decoding.engine import runner, shapes
 
 
@@ -69,9 +69,10 @@ def test_what_is_recorded_and_scored_has_programs_of_its_own(monkeypatch):
     compiled, programs = [], lambda *given, **more: served._runner.warmup(*given, **more)
     monkeypatch.setattr(runner, "compile_all", lambda calls, meanwhile=None: compiled.extend(calls))
     prefills = lambda: [
-        (call.args[2].tokens.shape[1], call.keywords["records"], call.args[2].targets is not None)
+        (chunk.tokens.shape[1], call.keywords["records"], chunk.targets is not None)
         for call in compiled
         if len(call.args) == 4 and "records" in call.keywords
+        for chunk in [device.parcel.opened(call.args[2])]
     ]
     decodes = lambda: [
         (len(call.keywords.get("rows", range(3))), call.keywords["records"])

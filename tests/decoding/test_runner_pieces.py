@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -66,7 +67,7 @@ def parts(seed: int, count: int) -> list[PromptPart]:
         is_chosen = rng.random(3) < 0.5
         found.append(
             PromptPart(
-                row, tokens, cached, asked, int(rng.integers(0, len(tokens))),
+                row, np.int32(tokens), cached, asked, int(rng.integers(0, len(tokens))),
                 rng.integers(-1, 9, piece).astype(np.int32), np.uint32([row, 7]) if is_chosen[0] else None,
                 bool(is_chosen[1]), {"name": Steer(scale=2.0)} if is_chosen[2] else None, 1000 * row,
             )
@@ -86,7 +87,10 @@ def test_a_chunk_has_the_next_tokens_of_each_prompt(seed, runner):
     runner.drafter = SimpleNamespace(reads_tokens=seed > 3) if seed > 1 else None
     for has_scores in (False, True):
         call = runner._prefill_call(given, WIDTH, ("blocks",), has_scores)
-        model, state, chunk, continuations = call.args
+        model, state, *parcels = call.args
+        chunk, continuations = map(device.parcel.opened, parcels)
+        # Each array of the host would be a copy of its own to the device: there are two.
+        assert sum(isinstance(x, np.ndarray) for x in jax.tree.leaves(parcels)) == 2
         assert (call.func, model, state) == ("prefill", runner.model, "state")
         masks = {i: part.mask for i, part in enumerate(given) if part.mask is not None}
         expected = dict(host=None, drafter=runner.drafter, edits=None, num_top=7, records=("blocks",), layout="layout")
@@ -130,7 +134,8 @@ def test_continuations_are_what_requests_ask_for_and_have(seed, runner):
         asked = None if part is None else part.params
         stops = [] if part is None else [*asked.stops((1,))]
         assert found.stop_ids[index].tolist() == [*stops, *[-1] * 3][:3]
-        tokens, new = ((), ()) if part is None else (part.tokens, part.tokens[len(part.tokens) - part.new_count :])
+        tokens = () if part is None else tuple(part.tokens.tolist())
+        new = () if part is None else tokens[len(tokens) - part.new_count :]
         limit, least, top = (0, 0, 0) if part is None else (asked.max_new_tokens, asked.min_tokens, asked.top_logprobs)
         numbers = found.limits, found.min_tokens, found.top_logprobs, found.counts
         assert [x[index] for x in numbers] == [limit, least, top, len(new)]

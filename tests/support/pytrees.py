@@ -10,6 +10,7 @@ from typing import Union, get_args, get_origin
 
 import jax
 from jax.sharding import Mesh
+from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
 from m3jax.config import M3Config
@@ -17,7 +18,7 @@ from m3jax.execution import Execution
 from m3jax.msa import SelectionRules
 
 # Types of settings: numbers, names, devices and configurations, none of which is an array.
-SETTINGS = (bool, int, float, str, type(None), Mesh, M3Config, SelectionRules, Execution)
+SETTINGS = (bool, int, float, str, type(None), Mesh, M3Config, SelectionRules, Execution, PyTreeDef)
 
 
 def trees_of(package: ModuleType) -> Iterator[type]:

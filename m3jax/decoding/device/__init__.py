@@ -7,6 +7,7 @@ so the shapes (rows, chunk, pages, buffer) alone decide what is compiled.
 from m3jax.decoding.device.compiler_options import Mode
 from m3jax.decoding.device.media import read_media
 from m3jax.decoding.device.pages import copy_pages, read_pages, write_pages
+from m3jax.decoding.device.parcel import Parcel
 from m3jax.decoding.device.programs import PROGRAMS, program
 from m3jax.decoding.device.rounds import decode_in_rounds
 from m3jax.decoding.device.start import start_rows
@@ -43,6 +44,7 @@ __all__ = [
     "Masks",
     "Mode",
     "NewTokens",
+    "Parcel",
     "PlacedFeatures",
     "State",
     "copy_pages",

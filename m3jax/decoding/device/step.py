@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, Shaped
 
+from m3jax.decoding.device.parcel import Parcel, opened
 from m3jax.decoding.device.scores import score_tokens
 from m3jax.decoding.device.state import (
     BAD_LOGITS,
@@ -90,8 +91,8 @@ class Drawn(NamedTuple):
 def prefill(
     model: TargetModel,
     state: State,
-    chunk: Chunk,
-    continuations: Continuations,
+    chunk: Chunk | Parcel[Chunk],
+    continuations: Continuations | Parcel[Continuations],
     host: HostStacks | None = None,
     drafter: Drafter | None = None,
     masks: Masks | None = None,
@@ -109,8 +110,8 @@ def prefill(
     Args:
       model: the target.
       state: of B rows; donated.
-      chunk: a piece of C prompts.
-      continuations: how these C prompts will go on.
+      chunk: a piece of C prompts, or its parcel.
+      continuations: how these C prompts will go on, or their parcel.
       host: the pages in host memory, if keys and values are there.
       drafter: reads the prompts too, if there is one.
       masks: what the first token of each of the C prompts may be; None for anything.
@@ -126,6 +127,7 @@ def prefill(
     Returns:
       The state, and the first token of each of the C prompts that ends here (counts are 0 for the others).
     """
+    chunk, continuations = opened(chunk), opened(continuations)
     width = chunk.tokens.shape[1]
     positions = chunk.start[:, None] + jnp.arange(width, dtype=jnp.int32)  # [C T]
     lengths = jnp.minimum(chunk.lengths, chunk.start + width)

@@ -389,7 +389,7 @@ class Engine:
         request.keep(keep)
         self._taken[handle] = min(self._taken.get(handle, 0), keep)
         if request.page_handle is not None:
-            request.cached = min(request.cached, len(request.tokens) - 1)
+            request.cached = min(request.cached, request.num_tokens - 1)
             self._pages.truncate(request.page_handle, request.cached)
         if request.row is not None:
             self._scheduler.restart(request)

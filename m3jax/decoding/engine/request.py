@@ -3,12 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import perf_counter
 from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped, UInt32
+from jaxtyping import Int32, Shaped, UInt32
 
 from m3jax.decoding.engine.media import PlacedSegment
 from m3jax.decoding.protocols import RECORDS, TargetConfig
@@ -333,6 +334,16 @@ class Request:
         return (*self.prompt, *self.new)
 
     @property
+    def token_array(self) -> Int32[np.ndarray, " N"]:
+        """The prompt and the new tokens as an array."""
+        return np.concatenate([self._prompt_array, np.array(self.new, np.int32)])
+
+    @cached_property
+    def _prompt_array(self) -> Int32[np.ndarray, " P"]:
+        """The prompt; a long one takes longer to copy from a tuple than a call of its tokens to launch."""
+        return np.array(self.prompt, np.int32)
+
+    @property
     def keys(self) -> tuple[int, ...]:
         """The keys of the request's pages: tokens, and keys of features (`m3jax.decoding.engine.media`)."""
         return (*self.prompt_keys, *self.new)
@@ -544,7 +555,7 @@ def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
       ValueError: the first such one, under this name.
     """
     # Long prompts are the rule: the whole is looked at first, and one by one only to name what is wrong.
-    if {type(token) for token in ids} <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab)):
+    if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocab)):
         return
     for token in ids:
         if not _is_integer(token) or not 0 <= token < vocab:
@@ -559,6 +570,8 @@ def as_prompt(prompt: Sequence[int] | HostOrDevice) -> tuple[int, ...]:
     """
     if isinstance(prompt, str | bytes):
         raise ValueError("the prompt is text: encode it with the model's tokenizer first")
+    if isinstance(prompt, list | tuple) and set(map(type, prompt)) <= {int}:
+        return tuple(prompt)
     # As objects, so that what is no integer stays what it is until it is refused by name.
     array = np.asarray(prompt if hasattr(prompt, "__len__") else None, dtype=object)
     if array.ndim != 1:

@@ -52,7 +52,7 @@ class PromptPart:
     """
 
     row: int
-    tokens: tuple[int, ...]
+    tokens: Int32[np.ndarray, " N"]
     cached: int
     params: Params
     new_count: int
@@ -277,8 +277,8 @@ class Runner:
             self._programs["prefill"],
             self.model,
             self.state,
-            chunk,
-            self.continuations(parts, count),
+            device.Parcel.of(chunk),
+            device.Parcel.of(self.continuations(parts, count)),
             host=self._host_pages,
             drafter=self.drafter,
             masks=self._masks_on_device(masks, count) if masks else self._no_prompt_masks,
@@ -372,7 +372,7 @@ class Runner:
         self,
         row: int,
         start: int,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | Int32[np.ndarray, " T"],
         feature_rows: Int32[np.ndarray, " T"] | None = None,
         key_offset: int = 0,
     ) -> None:
@@ -467,7 +467,7 @@ class Runner:
         self._send_changes()
         self.state = self._start_call(parts)()
         for part in parts:
-            self.start_row(part.row, device.LIVE, part.cached, part.tokens[-1])
+            self.start_row(part.row, device.LIVE, part.cached, int(part.tokens[-1]))
 
     def _start_call(self, parts: Sequence[PromptPart]) -> partial[device.State]:
         """Return the device's call that starts some rows."""

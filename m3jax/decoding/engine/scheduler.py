@@ -282,7 +282,7 @@ class Scheduler:
         mask = self._mask(request) if count == request.uncached else None  # else this call draws nothing for it
         return PromptPart(
             row=request.row,
-            tokens=request.tokens,
+            tokens=request.token_array,
             cached=request.cached,
             params=request.params,
             new_count=len(request.new),

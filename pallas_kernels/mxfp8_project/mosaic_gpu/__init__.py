@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper_registers as registers
@@ -95,7 +96,7 @@ def run(
     padded = jnp.pad(x, ((0, tiles * height - num_rows), (0, 0)))
     sums_of_parts = multiply_pieces(
         padded, [Pair(w, w) for w in weights], apart,
-        _Data(layer.reshape(1).astype(jnp.int32), jnp.arange(height, dtype=jnp.int32)),
+        _Data(layer.reshape(1).astype(jnp.int32), jnp.asarray(np.arange(height, dtype=np.int32))),
         num_works=lambda data: tiles * parts * sum(num_pieces), work=work, write=write,
         outs=[jax.ShapeDtypeStruct((parts * tiles, height, width), jnp.float32) for width in widths],
         heights=[height], config=config, name="mxfp8_project",
