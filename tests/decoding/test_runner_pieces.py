@@ -90,7 +90,7 @@ def test_a_chunk_has_the_next_tokens_of_each_prompt(seed, runner):
         model, state, *parcels = call.args
         chunk, continuations = map(device.parcel.opened, parcels)
         # Each array of the host would be a copy of its own to the device: there are two.
-        assert sum(isinstance(x, np.ndarray) for x in jax.tree.leaves(parcels)) == 2
+        assert len([x for x in jax.tree.leaves(parcels) if not isinstance(x, str)]) == 2
         assert (call.func, model, state) == ("prefill", runner.model, "state")
         masks = {i: part.mask for i, part in enumerate(given) if part.mask is not None}
         expected = dict(host=None, drafter=runner.drafter, edits=None, num_top=7, records=("blocks",), layout="layout")

@@ -277,8 +277,8 @@ class Runner:
             self._programs["prefill"],
             self.model,
             self.state,
-            device.Parcel.of(chunk),
-            device.Parcel.of(self.continuations(parts, count)),
+            self._sent(chunk),
+            self._sent(self.continuations(parts, count)),
             host=self._host_pages,
             drafter=self.drafter,
             masks=self._masks_on_device(masks, count) if masks else self._no_prompt_masks,
@@ -288,6 +288,11 @@ class Runner:
             layout=self._layout,
             types=self._types,
         )
+
+    def _sent(self, tree: _Tree) -> device.Parcel[_Tree]:
+        """Return the parcel of a call's arrays, whole on every device: left open, the compiler might divide it."""
+        parcel, mesh = device.Parcel.of(tree), self.model.mesh
+        return replace(parcel, words=put(parcel.words, sharding(parcel.words.shape, (None,), mesh)))
 
     def launch(
         self,
