@@ -71,7 +71,7 @@ def _multiply(spec: str, x: Float[Array, "..."], weight: Float[Array, "..."]) ->
     """Return `einsum`; of a float32 product with a narrow matrix on a GPU, in parts of the channels.
 
     A GPU's libraries divide such a product by its outputs alone, of which there are too few for all its processors: the
-    router's, 6,144 channels to 128 experts, took 166 us for 256 tokens, and in 16 parts 23 (`bench_gpu.py`).
+    router's, 6,144 channels to 128 experts, took 166 us for 256 tokens, and in 16 parts 23 (docs/notes/kernels.md).
     """
     parts = measured.float32_parts(x.size // x.shape[-1]) if weight.ndim == 2 else 1
     is_narrow = weight.dtype == jnp.float32 and weight.shape[-1] <= measured.FLOAT32_OUTPUTS

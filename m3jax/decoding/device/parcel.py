@@ -23,8 +23,8 @@ _Leaf = tuple[tuple[int, ...], str] | None  # shape and dtype of a host's array;
 class Parcel(Generic[_Tree]):
     """A tree of arrays, as an argument of a program.
 
-    Of the some twenty arrays that a prompt's call takes each is a copy to the device, by a thread of its own: together
-    they keep a GPU waiting for 1 to 2 ms, and two GPUs of a mesh for 3 (docs/notes/performance.md).
+    Of the some twenty arrays that a prompt's call takes each would be a copy to the device, by a thread of its own: the
+    device waits for the last of them (docs/notes/performance.md).
 
     Attributes:
       words: the bits of the host's arrays, one behind the other.
@@ -49,13 +49,15 @@ class Parcel(Generic[_Tree]):
           TypeError: a host's array of another dtype.
         """
         arrays, structure = jax.tree.flatten(tree)
-        is_on_host = [isinstance(x, np.ndarray | np.generic) for x in arrays]
-        words = [_words(np.asarray(x)) for x, on_host in zip(arrays, is_on_host, strict=True) if on_host]
-        others = [x for x, on_host in zip(arrays, is_on_host, strict=True) if not on_host]
-        leaves = tuple(
-            (x.shape, x.dtype.name) if on_host else None for x, on_host in zip(arrays, is_on_host, strict=True)
-        )
-        return cls(np.concatenate([np.zeros(0, np.int32), *words]), others, structure, leaves)
+        words, others, leaves = [np.zeros(0, np.int32)], [], []
+        for x in arrays:
+            if isinstance(x, np.ndarray | np.generic):
+                words.append(_words(np.asarray(x)))
+                leaves.append((x.shape, x.dtype.name))
+            else:
+                others.append(x)
+                leaves.append(None)
+        return cls(np.concatenate(words), others, structure, tuple(leaves))
 
 
 def opened(tree: "Parcel[_Tree] | _Tree") -> _Tree:

@@ -8,7 +8,7 @@ sums are added up by XLA. In M3's sizes, q, k, v and both of the index branch fo
     3 parts ── added up ── 5 products
 """
 
-from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -79,7 +79,7 @@ def run(
         tile, index = index % tiles, index // tiles
         part, index = index % parts, index // parts
         pair, piece = jnp.int32(0), index
-        for number, before in enumerate(_before(num_pieces)):
+        for number, before in enumerate(accumulate(num_pieces[:-1], initial=0)):
             pair = jnp.where(index >= before, number, pair)
             piece = jnp.where(index >= before, index - before, piece)
         first = part * num_steps // parts
@@ -120,8 +120,3 @@ def num_parts(works: int, steps: int, programs: int) -> int:
 
     most = min(steps, _MOST_PARTS)
     return next((n for n in range(1, most + 1) if busy(n) >= _FULL), max(range(1, most + 1), key=busy))
-
-
-def _before(counts: Sequence[int]) -> list[int]:
-    """Return the sum of the counts before each."""
-    return [sum(counts[:i]) for i in range(len(counts))]
