@@ -231,20 +231,35 @@ def merge_two(
 
 
 def merge_over_devices(
-    out: Float[Array, "*X H"], lse: Float[Array, "*X"], mesh_axes: tuple[str, ...]
-) -> tuple[Float[Array, "*X H"], Float[Array, "*X"]]:
+    out: Float[Array, "*X H"], lse: Float[Array, "*X"], mesh_axes: tuple[str, ...], divided: int | None = None
+) -> tuple[Float[Array, "*Y H"], Float[Array, "*Y"]]:
     """Merge one part of each device, inside `shard_map`: (out, lse) over the keys of all devices, in out's dtype.
 
     Few outputs go to every device in one exchange: three one after the other, of the maximum, of the weights and of the
     outputs, would each take the time that a message takes, however short it is.
+
+    Args:
+      out: this device's part.
+      lse: its log-sum-exps.
+      mesh_axes: over which the devices lie.
+      divided: the axis of X that they divide, so that each gets its own share of the results and is sent no more;
+        without it all get all.
     """
-    num_bytes = out.size * lse.dtype.itemsize * jax.lax.axis_size(mesh_axes)
-    if num_bytes <= GATHERED_BYTES:
+    count = jax.lax.axis_size(mesh_axes)
+
+    def merge(parts: Float[Array, "D *Y H"], lses: Float[Array, "D *Y"]) -> tuple[Array, Array]:
+        weights, sum_of_weights, merged_lse = merge_weights(lses, **_OVER_FIRST_AXIS)
+        weighed = jax.vmap(weigh, in_axes=(0, 0, None))(parts, weights, sum_of_weights)  # [devices *Y H]
+        return jnp.sum(weighed, axis=0).astype(out.dtype), merged_lse
+
+    if divided is not None:
+        of_each = lambda x: x.reshape(*x.shape[:divided], count, -1, *x.shape[divided + 1 :])
+        exchange = lambda x: jax.lax.all_to_all(of_each(x), mesh_axes, split_axis=divided, concat_axis=0)
+        return merge(exchange(out), exchange(lse))
+    if out.size * lse.dtype.itemsize * count <= GATHERED_BYTES:
         parts = jnp.concatenate([out.astype(lse.dtype), lse[..., None]], axis=-1)  # [*X H+1]
         parts = jax.lax.all_gather(parts, mesh_axes)  # [devices *X H+1]
-        weights, sum_of_weights, merged_lse = merge_weights(parts[..., -1], **_OVER_FIRST_AXIS)
-        weighed = jax.vmap(weigh, in_axes=(0, 0, None))(parts[..., :-1], weights, sum_of_weights)  # [devices *X H]
-        return jnp.sum(weighed, axis=0).astype(out.dtype), merged_lse
+        return merge(parts[..., :-1], parts[..., -1])
     over_devices = dict(highest=lambda x: jax.lax.pmax(x, mesh_axes), total=lambda x: jax.lax.psum(x, mesh_axes))
     weight, sum_of_weights, merged_lse = merge_weights(lse, **over_devices)
     return jax.lax.psum(weigh(out, weight, sum_of_weights), mesh_axes).astype(out.dtype), merged_lse

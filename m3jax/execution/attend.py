@@ -13,7 +13,7 @@ from m3jax.execution.named import HEADS, Values
 from m3jax.execution.projections import Projections
 from m3jax.msa import SelectionRules, select_blocks, walk_scores
 from m3jax.ops import Heads
-from m3jax.parallel import PAGE_AXES, spec
+from m3jax.parallel import PAGE_AXES, TokenAxes, spec
 
 # A model's arrays are checked where it is called, not again in each layer.
 _select_blocks = without_checks(select_blocks)
@@ -48,6 +48,7 @@ def attend_over_mesh(
     rules: SelectionRules | None,
     values: Values,
     mesh: Mesh,
+    tokens: TokenAxes | None = None,
 ) -> tuple[Float[Array, "B T N H"], StackCache]:
     """Run `attend` on every device of a mesh, each over the pages that it holds.
 
@@ -55,11 +56,12 @@ def attend_over_mesh(
     KV heads over the tensor axis where it divides them; every device has the queries of all rows. A device scores the
     pages that it holds and names the best of them, devices choose among what all have named, each attends over the
     chosen pages that it holds, and the partial outputs are merged by log-sum-exp. In dense layers each attends over all
-    that it holds.
+    that it holds. Where the same devices divide the tokens, each gets the outputs of its own, as it is to project them.
 
     Args:
       heads, pages, call, rules, values: as of `attend`.
       mesh: where the pages lie.
+      tokens: how it divides the call's tokens; None for not at all.
 
     Raises:
       ValueError: the blocks are to be edited, or their scores asked for: each device selects by itself.
@@ -73,6 +75,9 @@ def attend_over_mesh(
     page_axes = tuple(axis for axis in PAGE_AXES if axis in mesh.shape)
     (kv_axis,) = spec((pages.num_kv_heads,), ("kv_heads",), mesh)  # "tensor", or None where each device has all heads
     by_head = P(None, None, kv_axis)  # [B T heads H]; the G query heads of a KV head lie together
+    # The invariant schedule merges nothing: every device has all outputs.
+    is_divided = tokens is not None and bool(tokens.products) and not tokens.whole and call.schedule != "invariant"
+    divided, out_spec = (tokens.dim, tokens.of_products(kv_axis)) if is_divided else (None, by_head)
 
     def head_spec(name):
         """Return an array's partition: heads are divided; index keys, norm weights and angles are on every device.
@@ -90,7 +95,7 @@ def attend_over_mesh(
     def on_each_device(head_arrays, page_arrays, layer, places, positions, lengths, given_blocks):
         heads = jax.tree.unflatten(head_structure, head_arrays)
         pages = jax.tree.unflatten(page_structure, page_arrays)
-        places = places.on_this_device(page_axes, pages.num_pages, pages.page_size)
+        places = places.on_this_device(page_axes, pages.num_pages, pages.page_size, divided)
         own_call = call.replace(
             layer=layer, places=places, positions=positions, lengths=lengths, given_blocks=given_blocks
         )
@@ -103,7 +108,7 @@ def attend_over_mesh(
         on_each_device,
         mesh=mesh,
         in_specs=(head_specs, page_specs, P(), P(), P(), P(), P(None, kv_axis)),
-        out_specs=(by_head, P(None, kv_axis), page_specs),
+        out_specs=(out_spec, P(None, kv_axis), page_specs),
         check_vma=False,
     )
     arrays = jax.tree.leaves(heads), jax.tree.leaves(pages)

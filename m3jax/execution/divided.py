@@ -6,12 +6,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax import ops
 from m3jax.execution import plain
+from m3jax.execution.attend import attend_over_mesh
 from m3jax.execution.experts import (
     DOWN_AXES,
     UP_AXES,
@@ -78,12 +79,23 @@ class Divided(Fast):
         return token_axes(shape, self.compute.mesh, measured.DIVIDED_TOKENS[platform()])
 
     def heads(self, projections):
-        """Return projections whose queries are finished where their tokens are: every device gets them in 16 bits.
+        """Return projections whose queries are finished where their tokens are: every device gets them in 16 bits."""
+        mesh, tokens = self.compute.mesh, self.token_axes(*projections.raw.q.shape[:2])
+        if not tokens.products:
+            return projections
+        projections = projections.finish_queries()
+        raw = projections.raw._asdict()
+        for name, axis in (("q", "heads"), ("index_q", "kv_heads")):
+            if raw[name] is not None:  # else XLA may move the exchange before the norm, where numbers have 32 bits
+                partition = tokens.of_products(*spec(raw[name].shape[2:], (axis, None), mesh))
+                raw[name] = jax.lax.with_sharding_constraint(raw[name], NamedSharding(mesh, partition))
+        return projections.replace(raw=ops.Heads(**raw))
 
-        A GPU's kernel finishes them with the keys that it writes, behind the exchange.
-        """
-        is_divided = self.token_axes(*projections.raw.q.shape[:2]).products
-        return projections.finish_queries() if is_divided and platform() != "gpu" else projections
+    def attend(self, heads, pages, call, rules, values):
+        """Write, select and attend on the devices that hold the pages; each gets the outputs of its own tokens."""
+        mesh, tokens = self.compute.mesh, self.token_axes(*call.positions.shape)
+        call = call.replace(schedule=self.compute.schedule, backend=self.compute.backend)
+        return attend_over_mesh(heads, pages, call, rules, values, mesh, tokens)
 
     def add_norm(self, x, update, weight, eps):
         """Return a residual addition and its norm, each token on one device."""

@@ -21,12 +21,15 @@ class Share:
       block_size: P.
       num_devices: n.
       axes: the mesh axes over which the n devices lie.
+      divided: the axis of attention's [B T ...] that the n devices divide, so that each gets outputs of its own tokens;
+        None where each gets all.
     """
 
     first: Int[Array, " B"]
     block_size: int = struct.field(pytree_node=False)
     num_devices: int = struct.field(pytree_node=False)
     axes: tuple[str, ...] = struct.field(pytree_node=False)
+    divided: int | None = struct.field(pytree_node=False, default=None)
 
     def held(self, blocks: Int[Array, "B K T J"]) -> Int[Array, "B K T J"]:
         """Return blocks of rows by this device's numbers; -1 for one that it does not hold, and where there is none."""

@@ -138,7 +138,8 @@ def _attend(
         gradient_of = schedules[suitable] if is_invariant else by_xla
         forward = by_xla if chosen == "xla" else partial(_by_kernel, case, chosen)
         out, lse = _with_gradient(forward, gradient_of, q, view, *rows)
-    return (out, lse) if view.share is None else merge_over_devices(out, lse, view.share.axes)
+    share = view.share
+    return (out, lse) if share is None else merge_over_devices(out, lse, share.axes, share.divided)
 
 
 def _by_kernel(

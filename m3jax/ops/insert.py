@@ -44,7 +44,7 @@ def insert(
     Args:
       projections: before the norm, in float32: q [B T N H], k and v [B T K H], and of the index branch, where there is
         one, index_q [B T K I] and index_k [B T I].
-      norms: weights of their norms; v has none, and on a TPU nor have queries that are normed and rotated already.
+      norms: weights of their norms; v has none, nor have queries that are normed and rotated already.
       cos: cosines of each token's angles.
       sin: sines.
       view: where keys and values go; queries come in its dtype.

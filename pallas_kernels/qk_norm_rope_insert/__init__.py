@@ -54,8 +54,8 @@ def qk_norm_rope_insert(
     Args:
       x: q `[B T N H]`, k and v `[B T K H]`, and for a sparse layer index_q `[B T K I]` and index_k `[B T I]`; best in
         float32, as the projections accumulate, and with "mosaic_tpu" finite.
-      norms: weights of the norms, `[H]` and `[I]`; applied as 1 + weight. With "mosaic_tpu" None for queries, or index
-        queries, that are normed and rotated already: they are returned as they came.
+      norms: weights of the norms, `[H]` and `[I]`; applied as 1 + weight. None for queries, or index queries, that are
+        normed and rotated already: they are returned as they came.
       cos: cosines of each token's angles, R of them; dims (i, i + R) of a head are rotated, those from 2R on are not.
       sin: sines.
       positions: slot of each token, counted in its row; < 0 or >= lengths marks padding, which is not written.

@@ -77,19 +77,20 @@ TYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float8_e4m3fn", "bf
 
 
 @pytest.mark.parametrize(
-    ("backend", "kv_dtype", "index_dtype", "kind"),
+    ("backend", "kv_dtype", "index_dtype", "kind", "are_finished"),
     [
-        pytest.param("triton", *TYPES[0], "sparse", marks=pytest.mark.further),
-        pytest.param("triton", *TYPES[1], "dense", marks=pytest.mark.further),
-        ("triton", *TYPES[2], "sparse"),
-        pytest.param("triton", *TYPES[3], "sparse", marks=pytest.mark.further),
-        pytest.param("mosaic_tpu", *TYPES[2], "sparse", marks=pytest.mark.further),
+        pytest.param("triton", *TYPES[0], "sparse", False, marks=pytest.mark.further),
+        pytest.param("triton", *TYPES[1], "dense", False, marks=pytest.mark.further),
+        ("triton", *TYPES[2], "sparse", False),
+        ("triton", *TYPES[1], "sparse", True),
+        pytest.param("triton", *TYPES[3], "dense", True, marks=pytest.mark.further),
+        pytest.param("mosaic_tpu", *TYPES[2], "sparse", True, marks=pytest.mark.further),
     ],
 )
-def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, index_dtype, kind):
+def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, index_dtype, kind, are_finished):
     """T14, T16: the same queries and the same pages, scales of float8 included; rounding may fall on the other side.
 
-    A TPU's kernel gets queries that are finished already, as on a mesh (`test_tpu.py` has the others).
+    A kernel may get queries that are finished already, as on a mesh (`test_tpu.py` has the others of a TPU's).
     """
     dtype = jnp.dtype("float32" if kv_dtype == "float32" else "bfloat16")
     x, cache, positions, lengths = layer(kind, dtype, kv_dtype, index_dtype)
@@ -100,7 +101,7 @@ def test_a_layer_writes_by_a_kernel_what_it_writes_by_xla(backend, kv_dtype, ind
     options = dict(eps=EPS, dtype=dtype, backend=backend)
     with interpret(True if backend == "triton" else STRICT):
         run = jax.jit(lambda x, s: s.insert(call, x.raw, x.norms, x.cos, x.sin, **options))
-        given = x.finish_queries() if backend == "mosaic_tpu" else x
+        given = x.finish_queries() if are_finished else x
         queries, pages = run(given, stack)
 
     @jax.jit

@@ -181,33 +181,42 @@ def test_candidates_are_joined_over_devices_in_one_exchange_and_in_two(dtype):
     assert devices_map(join, blocks, jnp.asarray(keys, dtype)).tolist() == [[[1, 2, 4, 5]]] * 2
 
 
-@pytest.mark.parametrize("gathered_bytes", [1 << 22, 0])
-def test_parts_of_devices_are_merged_in_one_exchange_and_in_three(gathered_bytes, monkeypatch):
-    """T38: as `merge_parts` does; a part that saw no key may hold NaN, and outputs keep their dtype."""
+@pytest.mark.parametrize(("gathered_bytes", "divided"), [(1 << 22, None), (0, None), (1 << 22, 0)])
+def test_parts_of_devices_are_merged_in_one_exchange_and_in_three(gathered_bytes, divided, monkeypatch):
+    """T38: as `merge_parts` does; a part that saw no key may hold NaN, and outputs keep their dtype.
+
+    Devices that divide the queries get the outputs of their own, two each.
+    """
     monkeypatch.setattr(numerics, "GATHERED_BYTES", gathered_bytes)
-    outs, lses = normal(3, 5, 2), normal(3, 5, seed=1)
+    outs, lses = normal(3, 6, 2), normal(3, 6, seed=1)
     lses[0, 1], outs[0, 1], lses[:, 2] = -np.inf, np.nan, -np.inf
-    out, lse = devices_map(partial(merge_over_devices, mesh_axes=("context",)), outs.astype(jnp.bfloat16), lses)
+    merge = partial(merge_over_devices, mesh_axes=("context",), divided=divided)
+    out, lse = devices_map(merge, outs.astype(jnp.bfloat16), lses)
     weights = np.exp(lses.astype(np.float64))
     total = weights.sum(0)
     rounded = np.nan_to_num(outs.astype(jnp.bfloat16).astype(np.float64))
     expected = (weights[..., None] * rounded).sum(0) / np.where(total, total, 1)[:, None]
     assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
     for device in range(3):
-        np.testing.assert_allclose(out[device].astype(np.float32), expected, rtol=0.01, atol=0.004)
+        own = slice(None) if divided is None else slice(2 * device, 2 * device + 2)
+        np.testing.assert_allclose(out[device].astype(np.float32), expected[own], rtol=0.01, atol=0.004)
         with np.errstate(divide="ignore"):
-            np.testing.assert_allclose(lse[device], np.log(total), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(lse[device], np.log(total[own]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_few_parts_of_devices_are_gathered_and_many_are_reduced(devices):
-    """Up to 4 MiB of all devices' outputs, in float32 whatever their dtype."""
-    most = (1 << 20) // devices
+    """Up to 4 MiB of all devices' outputs, in float32 whatever their dtype; where devices divide them, neither."""
+    exchanges = ("all_gather", "pmax", "psum", "all_to_all")
+    most = (1 << 20) // devices**2
     for width, is_few in ((most, True), (most + 1, False)):
-        part = jax.ShapeDtypeStruct((1, width), jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.float32)
-        trace = jax.make_jaxpr(partial(merge_over_devices, mesh_axes=(AXIS,)), axis_env=[(AXIS, devices)])
-        exchanges = [x.primitive.name for x in trace(*part).eqns if x.primitive.name in ("all_gather", "pmax", "psum")]
-        assert exchanges == (["all_gather"] if is_few else ["pmax", "psum", "psum"]), width
+        part = jax.ShapeDtypeStruct((devices, width), jnp.bfloat16), jax.ShapeDtypeStruct((devices,), jnp.float32)
+        of_whole = ["all_gather"] if is_few else ["pmax", "psum", "psum"]
+        for divided, expected in ((None, of_whole), (0, ["all_to_all"] * 2)):
+            merge = partial(merge_over_devices, mesh_axes=(AXIS,), divided=divided)
+            trace = jax.make_jaxpr(merge, axis_env=[(AXIS, devices)])
+            found = [x.primitive.name for x in trace(*part).eqns if x.primitive.name in exchanges]
+            assert found == expected, (width, divided)
 
 
 def test_parts_of_devices_are_added_in_the_order_of_the_devices():

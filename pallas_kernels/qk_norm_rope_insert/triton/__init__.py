@@ -31,16 +31,19 @@ LIMITS = Limits(check_pages=check_pool)
 
 
 class Inputs(NamedTuple):
-    """The operands that the kernel reads; inside it, references. The last four are None where attention is dense."""
+    """The operands that the kernel reads; inside it, references.
+
+    Queries are None where they are finished already, the last four where attention is dense.
+    """
 
     positions: Any  # [B T], -1 for padding
     cos: Any  # [B T R]
     sin: Any  # [B T R]
     scales: Any  # [3 K] of keys, values and index keys
-    q: Any  # [B T N H]
+    q: Any | None  # [B T N H]
     k: Any  # [B T K H]
     v: Any  # [B T K H]
-    q_norm: Any  # [H]
+    q_norm: Any | None  # [H]
     k_norm: Any  # [H]
     index_q: Any | None  # [B T K I]
     index_k: Any | None  # [B T I]
@@ -57,10 +60,10 @@ class Targets(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries ready for attention, as the kernel writes them."""
+    """Queries ready for attention, as the kernel writes them; None where they were finished before."""
 
-    q: Any  # [B T K G H], G filled up to a power of two
-    index_q: Any | None  # [B T K I]; None where attention is dense
+    q: Any | None  # [B T K G H], G filled up to a power of two
+    index_q: Any | None  # [B T K I]; None where attention is dense too
 
 
 def run(
@@ -85,19 +88,20 @@ def run(
     sizes = Sizes(pages, length, heads, x.k.shape[2], width, cos.shape[-1], eps)
     if scales is None:
         scales = jnp.ones((3, sizes.kv_heads), jnp.float32)
+    index_q_norm = None if index_k is None else norms.index_q
     inputs = Inputs(
         positions=seen_positions(positions, lengths, length), cos=cos, sin=sin, scales=scales,
-        q=x.q, k=x.k, v=x.v, q_norm=norms.q, k_norm=norms.k,
-        index_q=x.index_q, index_k=x.index_k,
-        index_q_norm=None if index_k is None else norms.index_q,
+        q=None if norms.q is None else x.q, k=x.k, v=x.v, q_norm=norms.q, k_norm=norms.k,
+        index_q=None if index_q_norm is None else x.index_q, index_k=x.index_k, index_q_norm=index_q_norm,
         index_k_norm=None if index_k is None else norms.index_k,
     )  # fmt: skip
     finders = Targets(*(None if target is None else target.finder() for target in pages))
     pools = Targets(*(None if target is None else target.pool for target in pages))
     abstract = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)
+    padded = batch, length, sizes.kv_heads, sizes.padded_group, width
     queries = Queries(
-        q=jax.ShapeDtypeStruct((batch, length, sizes.kv_heads, sizes.padded_group, width), dtype),
-        index_q=None if index_k is None else jax.ShapeDtypeStruct(x.index_q.shape, dtype),
+        q=None if norms.q is None else jax.ShapeDtypeStruct(padded, dtype),
+        index_q=None if index_q_norm is None else jax.ShapeDtypeStruct(x.index_q.shape, dtype),
     )
     # The pools are inputs and outputs in one: aliases count arrays.
     first_input = len(jax.tree.leaves((inputs, finders)))
@@ -111,8 +115,9 @@ def run(
         interpret=interpret,
         name="qk_norm_rope_insert",
     )(inputs, finders, pools)
-    q = queries.q[:, :, :, : sizes.group].reshape(x.q.shape)  # [B T N H]
-    return Written(q, queries.index_q, pools.k, pools.v, pools.index_k)
+    q = x.q if queries.q is None else queries.q[:, :, :, : sizes.group].reshape(x.q.shape)  # [B T N H]
+    index_q = x.index_q if queries.index_q is None else queries.index_q
+    return Written(q, index_q, pools.k, pools.v, pools.index_k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +164,12 @@ def _kernel(x: Inputs, finders: Targets, old_pools: Targets, queries: Queries, p
                 pool_ref[page, slot, dims] = _rounded(part / x.scales[scale_row, head], pool_ref.dtype)
 
     parts = head_parts(sizes.width, sizes.half)
-    lane = jnp.arange(sizes.padded_group, dtype=jnp.int32)
-    group_head = head * sizes.group + jnp.minimum(lane, sizes.group - 1)
-    q = [x.q[row, token, group_head, dims] for dims in parts]
-    for dims, part in zip(parts, to_norm_rope(q, x.q_norm), strict=True):
-        queries.q[row, token, head, lane, dims] = part.astype(queries.q.dtype)
+    if x.q is not None:
+        lane = jnp.arange(sizes.padded_group, dtype=jnp.int32)
+        group_head = head * sizes.group + jnp.minimum(lane, sizes.group - 1)
+        q = [x.q[row, token, group_head, dims] for dims in parts]
+        for dims, part in zip(parts, to_norm_rope(q, x.q_norm), strict=True):
+            queries.q[row, token, head, lane, dims] = part.astype(queries.q.dtype)
     k = [x.k[row, token, head, dims] for dims in parts]
     write(sizes.pages.k, finders.k, pools.k, to_norm_rope(k, x.k_norm), 0, head)
     v = [x.v[row, token, head, dims].astype(jnp.float32) for dims in parts]
@@ -171,9 +177,10 @@ def _kernel(x: Inputs, finders: Targets, old_pools: Targets, queries: Queries, p
     if sizes.pages.index_k is None:
         return
     index_parts = head_parts(sizes.pages.index_k.width, sizes.half)
-    index_q = [x.index_q[row, token, head, dims] for dims in index_parts]
-    for dims, part in zip(index_parts, to_norm_rope(index_q, x.index_q_norm), strict=True):
-        queries.index_q[row, token, head, dims] = part.astype(queries.index_q.dtype)
+    if x.index_q is not None:
+        index_q = [x.index_q[row, token, head, dims] for dims in index_parts]
+        for dims, part in zip(index_parts, to_norm_rope(index_q, x.index_q_norm), strict=True):
+            queries.index_q[row, token, head, dims] = part.astype(queries.index_q.dtype)
 
     @pl.when(head == 0)
     def _():
