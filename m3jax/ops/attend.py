@@ -163,14 +163,15 @@ def _by_kernel(
         from pallas_kernels.dense_decode import dense_decode
 
         return dense_decode(q, keys, values, *rows, kv_heads=view.num_heads, scales=scales, **options)
-    from pallas_kernels.dense_causal import cudnn, dense_causal
+    from pallas_kernels.dense_causal import cudnn, cudnn_prefix, dense_causal
 
     def attend_by(backend: str) -> tuple[Array, ...]:
         return dense_causal(q, keys, values, *rows, kv_heads=view.num_heads, **options | dict(backend=backend))
 
-    if case.why_not("cudnn"):
+    by_cudnn, in_order = ("cudnn", cudnn.in_order) if view.share is None else ("cudnn_prefix", cudnn_prefix.in_order)
+    if case.why_not(by_cudnn):
         return attend_by(backend)
-    return jax.lax.cond(cudnn.in_order(keys, *rows), partial(attend_by, "cudnn"), partial(attend_by, backend))
+    return jax.lax.cond(in_order(keys, *rows), partial(attend_by, by_cudnn), partial(attend_by, backend))
 
 
 def _with_gradient(

@@ -93,7 +93,7 @@ class PagesCase:
         if importlib.util.find_spec(f"pallas_kernels.{self.folder}.{backend}") is None:
             return f"it has no kernel for {self.op}"
         reasons = [_why_not_memory(self), _why_not_schedule(self, backend), _why_not_dtypes(self, backend)]
-        reasons.append(_why_not_cudnn(self) if backend == "cudnn" else None)
+        reasons.append(_why_not_cudnn(self) if backend.startswith("cudnn") else None)
         if not interpreted():
             reasons.append(_why_not_sizes(self, backend))
         return next((reason for reason in reasons if reason), None)

@@ -32,7 +32,7 @@ def dense_causal(
       lengths: valid keys of each row.
       kv_heads: K.
       return_lse: also return the natural log-sum-exp of the scaled scores, -inf where nothing was seen.
-      backend: "triton"; or "cudnn", for rows of which its `in_order` is true.
+      backend: "triton"; or "cudnn" or "cudnn_prefix", for rows of which its `in_order` is true.
       config: tile sizes, a `Config` of the backend.
       interpret: run on the CPU.
 

@@ -11,7 +11,7 @@ from support.gpu_pages import DECODE, PREFILL, Inputs, check_attention
 from support.on_gpu import shapes_and_dtypes, twice
 
 from pallas_kernels.cudnn_causal import cudnn_causal
-from pallas_kernels.dense_causal import cudnn, dense_causal
+from pallas_kernels.dense_causal import cudnn, cudnn_prefix, dense_causal
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_prefill import sparse_prefill
@@ -52,6 +52,16 @@ def test_dense_causal_in_parts_is_attention_to_all_that_a_query_sees(shape, dtyp
     assert cudnn.in_order(x.pages(x.k), *x.at)
     op = partial(dense_causal, config=piece and cudnn.Config(piece))
     run_and_check(x, op, "cudnn", is_dense=True)
+
+
+@shapes_and_dtypes(PREFILL, others=["float16"])
+def test_dense_causal_behind_a_prefix_is_attention_to_all_that_a_query_sees(shape, dtype, seed):
+    """On a device that holds every second block: two queries see as much, some see nothing, rows are of any length."""
+    x = Inputs(shape, dtype, seed)
+    sees_any = (x.positions > 0) & (x.positions < x.lengths[:, None])
+    x.positions = np.where(sees_any, (x.positions - 1) // 2, x.S)
+    assert cudnn_prefix.in_order(x.pages(x.k), *x.at)
+    run_and_check(x, dense_causal, "cudnn_prefix", is_dense=True)
 
 
 @pytest.mark.parametrize("queries", [1, 2, 65])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import comparisons
 from support.kernels_inputs import attention, check, lay_out, of_definition, run_attention, view
@@ -16,9 +16,10 @@ from support.msa_strategies import FOURS, RAGGED, Case, cases, dense_attention, 
 from support.msa_strategies import GROUPED as TWO_TIMES_TWO
 from support.msa_strategies import attention as definition
 
-from pallas_kernels.dense_causal import cudnn, dense_causal
+from pallas_kernels.dense_causal import cudnn, cudnn_prefix, dense_causal
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.gradient import with_gradient
+from pallas_kernels.pages import contiguous
 from pallas_kernels.sparse_decode import MAX_QUERIES, sparse_decode
 from pallas_kernels.sparse_decode.triton import Config as DecodeConfig
 from pallas_kernels.sparse_prefill import sparse_prefill
@@ -207,6 +208,48 @@ def test_parts_are_for_queries_in_order_over_pages_that_are_held(case, runs, los
         view(jnp.asarray(memory), jnp.asarray(table), s.P), *map(jnp.asarray, (case.positions, case.lengths))
     )
     assert bool(found) == expected
+
+
+@st.composite
+def climbing(draw: st.DrawFn) -> Case:
+    """A case whose queries see as much as the one before them, or some keys more: as on a device with some blocks."""
+    case = draw(cases((SHAPES["paged"],)))
+    steps = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 3, (case.shape.B, case.shape.T))
+    first = np.array(draw(st.lists(st.integers(-1, case.shape.S), min_size=case.shape.B, max_size=case.shape.B)))
+    return replace(case, positions=(first[:, None] + np.cumsum(steps, 1) - steps[:, :1]).astype(np.int32))
+
+
+@few
+@given(case=climbing())
+def test_dense_behind_a_prefix_is_that_of_the_definition(case):
+    """T8, T28: rows of which the first query sees nothing, or a part of a block; the prefix is XLA's here."""
+    at = jnp.asarray(case.positions), jnp.asarray(case.lengths)
+    memory, table = lay_out("paged", case.qkv()[1], case)
+    assume(cudnn_prefix.in_order(view(jnp.asarray(memory), jnp.asarray(table), case.shape.P), *at))
+    options = dict(backend="cudnn_prefix", config=cudnn.Config(piece=2), kv_heads=case.shape.K)
+    got = attention(dense_causal, case, "paged", **options)
+    check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
+
+
+@few
+@given(case=st.one_of(climbing(), cases((GROUPED,))), lost=st.integers(0, GROUPED.B * GROUPED.M))
+def test_a_prefix_is_what_every_query_of_a_row_sees_and_the_device_holds(case, lost):
+    """The rest of its row may lack pages, and is at most as many blocks as hold the queries, and one more."""
+    s = case.shape
+    memory, table = lay_out("paged", case.qkv()[1], case)
+    table = np.append(table, 0).astype(np.int32)
+    table[lost % len(table)] = -1
+    table = table[:-1].reshape(s.B, s.M)
+    expected = True
+    for valid, positions, pages in zip(case.valid, case.positions, table, strict=True):
+        first_block = (positions[0] + 1) // s.P if valid[0] else 0
+        expected &= bool((pages[:first_block] >= 0).all())
+        seen_blocks = (positions[valid] + s.P) // s.P  # of which the last may be seen in part
+        expected &= bool((positions[valid] + 1 >= first_block * s.P).all())
+        expected &= bool((seen_blocks - first_block <= min(s.M, -(-s.T // s.P) + 1)).all())
+    at = jnp.asarray(case.positions), jnp.asarray(case.lengths)
+    assert bool(cudnn_prefix.in_order(view(jnp.asarray(memory), jnp.asarray(table), s.P), *at)) == expected
+    assert not cudnn_prefix.in_order(contiguous(jnp.zeros((s.B, 1, s.S, 4)), s.P), *at)
 
 
 @few

@@ -43,7 +43,7 @@ def test_importing_an_op_imports_no_backend():
 @pytest.mark.parametrize("name", FOLDERS)
 def test_every_backend_has_what_an_op_wants_of_it(name):
     names = backend_names(f"pallas_kernels.{name}")
-    assert names and set(names) <= {"cudnn", "mosaic_gpu", "mosaic_tpu", "triton"}
+    assert names and set(names) <= {"cudnn", "cudnn_prefix", "mosaic_gpu", "mosaic_tpu", "triton"}
 
 
 @pytest.mark.parametrize("name", FOLDERS)

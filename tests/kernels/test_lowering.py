@@ -160,6 +160,16 @@ def test_dense_attention_in_parts_lowers_to_two_calls_of_cudnn(name, layout, mon
     assert calls == 2 * [tuple(map(str, (s.batch, s.heads, queries, s.width)))], calls
 
 
+def test_attention_behind_a_prefix_lowers_to_one_call_of_cudnn_and_the_kernel(monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91900)
+    s = BY_NAME["chunk 8,192 at 1,048,576"]
+    q, kv, _, _, table, _, positions, lengths = operands(s, jnp.bfloat16, jnp.bfloat16, "paged")
+    options = dict(kv_heads=s.kv_heads, return_lse=True, backend="cudnn_prefix")
+    attend = lambda q, k, v, table, *at: dense_causal(q, *(pages(x, table, s, 1) for x in (k, v)), *at, **options)
+    text = lower(attend, q, kv, kv, table, positions, lengths)
+    assert re.findall(r"mask_type\\22: \\22(\w+)", text) == ["PADDING"] and "dense_causal" in text
+
+
 @pytest.mark.parametrize(
     ("name", "stored"), [("prefill 131,072", jnp.bfloat16), ("decode 32 at 131,072", jnp.float8_e4m3fn)]
 )

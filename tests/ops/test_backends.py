@@ -23,7 +23,8 @@ from m3jax.decoding import device
 from m3jax.decoding.engine.runner import Runner
 from m3jax.decoding.engine.shapes import Shapes
 from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous, contiguous_index
-from m3jax.ops import BACKENDS, attend_all, attend_selected, cases, insert_backend, interpret, measured, select
+from m3jax.msa.share import Share
+from m3jax.ops import BACKENDS, attend, attend_all, attend_selected, cases, insert_backend, interpret, measured, select
 from m3jax.ops.backends import choose, why_not
 from m3jax.ops.cases import PagesCase
 from pallas_kernels import dense_causal
@@ -307,5 +308,30 @@ def test_a_long_chunk_in_order_is_cudnns_on_hopper_and_any_other_the_kernels(
     with interpret():
         out, lse = jax.jit(lambda q: attend_all(q, view, *at, backend="triton"))(q)
     want, want_lse = attend_all(q, view, *at, backend="xla")
+    comparisons.assert_close(out.astype(jnp.float32), want.astype(jnp.float32), "out", "B T N H", atol=2e-2)
+    comparisons.assert_close(lse, want_lse, "lse", "B T N", atol=1e-3)
+
+
+def test_a_long_chunk_over_a_device_s_share_is_cudnns_up_to_what_all_queries_see(monkeypatch):
+    """Every second block is here: positions among its keys do not follow one another."""
+    monkeypatch.setattr(measured, "CUDNN_QUERIES", 20)
+    monkeypatch.setattr(cases, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(attend, "merge_over_devices", lambda out, lse, *_: (out, lse))
+    run, backends = dense_causal.dense_causal, []
+
+    def noted(*args, backend, **options):
+        backends.append(backend)
+        return tuple(x * (1 if backend == "cudnn_prefix" else jnp.nan) for x in run(*args, backend=backend, **options))
+
+    monkeypatch.setattr(dense_causal, "dense_causal", noted)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((1, 20, 2, 64), *[(1, 4, 2, 8, 64)] * 2))
+    share = Share(jnp.array([1], jnp.int32), 8, 2, ("context",), None)
+    view = Paged(k, v, None, 0, jnp.arange(4, dtype=jnp.int32)[None], jnp.bfloat16, share)
+    at = jnp.arange(25, 45, dtype=jnp.int32)[None], jnp.array([45], jnp.int32)
+    with interpret():
+        out, lse = jax.jit(lambda q: attend_all(q, view, *at, backend="triton"))(q)
+    want, want_lse = attend_all(q, view, *at, backend="xla")
+    assert set(backends) == {"cudnn_prefix", "triton"}
     comparisons.assert_close(out.astype(jnp.float32), want.astype(jnp.float32), "out", "B T N H", atol=2e-2)
     comparisons.assert_close(lse, want_lse, "lse", "B T N", atol=1e-3)

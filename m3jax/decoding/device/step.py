@@ -145,7 +145,9 @@ def prefill(
     )
     # A prompt that does not end here draws from some column too: the shapes are fixed, and its token is dropped below.
     last_index = jnp.clip(last_column, 0, width - 1)
-    last_hidden = jnp.take_along_axis(hidden, last_index[:, None, None], axis=1)[:, 0]  # [C D]
+    # A sum over zeros and one token: to take it by its index, a mesh that divides tokens would gather all of them.
+    is_last = jnp.arange(width, dtype=jnp.int32) == last_index[:, None]  # [C T]
+    last_hidden = jnp.sum(jnp.where(is_last[..., None], hidden, 0), axis=1)  # [C D]
     choices = {name: of_all[jnp.arange(len(last_index)), last_index] for name, of_all in choices.items()}  # [C ...]
     # Where the host waits for a condition, it could prepare the next chunk only when this one is through. The invariant
     # mode has prompts and steps draw in the same way.

@@ -16,7 +16,6 @@ outputs and log-sum-exps of other bits; filled up, they had the same ones in 20 
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.pages import Pages, seen_positions
 
-__all__ = ["LIMITS", "Config", "in_order", "run"]
+__all__ = ["LIMITS", "Config", "add_prefix", "filled", "in_order", "run"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,30 +76,65 @@ def run(
     Raises:
       ValueError: float32.
     """
-    if q.dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
-        raise ValueError(f"q is {q.dtype}: cuDNN takes bfloat16 and float16")
     num_queries = q.shape[1]
-    filling = (0, 0), (0, max(_LEAST_QUERIES - num_queries, 0))
-    q, positions = jnp.pad(q, (*filling, (0, 0), (0, 0))), jnp.pad(positions, filling, constant_values=-1)
-    attend = partial(_attend_by_xla if interpret else _attend_by_cudnn, q)
+    q, positions = filled(q, positions, interpret)
     count, first = _queries(seen_positions(positions, lengths, q.shape[1]))
     own = _own_tokens(k, first, count, q.shape[1], kv_heads), _own_tokens(v, first, count, q.shape[1], kv_heads)
-    out, lse = attend(*own, None)
+    out, lse = _attend(interpret, q, *own, None)
+    out, lse = add_prefix(out, lse, q, k, v, first, config, kv_heads=kv_heads, interpret=interpret)
+    is_query = (jnp.arange(q.shape[1], dtype=jnp.int32) < count[:, None])[..., None]  # [B T 1]
+    out = jnp.where(is_query[..., None], out, 0.0).astype(q.dtype)[:, :num_queries]
+    return (out, jnp.where(is_query, lse, -jnp.inf)[:, :num_queries]) if return_lse else (out,)
+
+
+def filled(
+    q: Float[Array, "B T N H"], positions: Int[Array, "B T"], interpret: bool
+) -> tuple[Float[Array, "B _ N H"], Int[Array, "B _"]]:
+    """Return queries and positions with padding behind them, where they are too few.
+
+    Raises:
+      ValueError: queries that cuDNN does not take.
+    """
+    if q.dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
+        raise ValueError(f"q is {q.dtype}: cuDNN takes bfloat16 and float16")
+    filling = (0, 0), (0, max(_LEAST_QUERIES - q.shape[1], 0))
+    return jnp.pad(q, (*filling, (0, 0), (0, 0))), jnp.pad(positions, filling, constant_values=-1)
+
+
+def add_prefix(
+    out: Float[Array, "B T N H"],
+    lse: Float[Array, "B T N"],
+    q: Float[Array, "B T N H"],
+    k: Pages,
+    v: Pages,
+    prefix: Int[Array, " B"],
+    config: Config | None,
+    *,
+    kv_heads: int,
+    interpret: bool,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Return (output, LSE) of all keys in float32, from those of the keys behind a prefix.
+
+    Args:
+      out: of the keys behind it; 0 for a query that sees none of these.
+      lse: likewise, -inf.
+      q, k, v: of all.
+      prefix: how many keys at the beginning of its row every query sees, and none of which `out` has. A query that sees
+        no key at all gets any numbers.
+      config, kv_heads, interpret: as of `run`.
+    """
     blocks = min((config or Config()).piece, k.num_blocks)
     tokens = blocks * k.block_size
 
     def add_piece(i, parts):
-        seen = jnp.clip(first - i * tokens, 0, tokens)  # [B]
+        seen = jnp.clip(prefix - i * tokens, 0, tokens)  # [B]
         piece = (_blocks(pages, i * blocks, blocks, seen, kv_heads) for pages in (k, v))
         # A row that ends before this piece has one key in it, for cuDNN; it counts for nothing.
-        piece_out, piece_lse = attend(*piece, jnp.maximum(seen, 1))
+        piece_out, piece_lse = _attend(interpret, q, *piece, jnp.maximum(seen, 1))
         return _join(*parts, piece_out, jnp.where((seen > 0)[:, None, None], piece_lse, -jnp.inf))
 
-    num_pieces = (jnp.max(first) + tokens - 1) // tokens
-    out, lse = jax.lax.fori_loop(0, num_pieces, add_piece, (out.astype(jnp.float32), lse))
-    is_query = (jnp.arange(q.shape[1], dtype=jnp.int32) < count[:, None])[..., None]  # [B T 1]
-    out = jnp.where(is_query[..., None], out, 0.0).astype(q.dtype)[:, :num_queries]
-    return (out, jnp.where(is_query, lse, -jnp.inf)[:, :num_queries]) if return_lse else (out,)
+    num_pieces = (jnp.max(prefix) + tokens - 1) // tokens
+    return jax.lax.fori_loop(0, num_pieces, add_piece, (out.astype(jnp.float32), lse))
 
 
 def _queries(seen: Int[Array, "B T"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
@@ -114,7 +148,7 @@ def _join(
     new: Float[Array, "B T N H"],
     new_lse: Float[Array, "B T N"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Return (output, LSE) of two parts together, in float32; the first has seen some key."""
+    """Return (output, LSE) of two parts together, in float32; of a query that sees a key in one of them."""
     top = jnp.maximum(lse, new_lse)
     weight, new_weight = jnp.exp(lse - top), jnp.exp(new_lse - top)
     total = weight + new_weight
@@ -148,6 +182,11 @@ def _blocks(
     x = pages.pool[page].swapaxes(2, 3).reshape(batch, -1, heads, pages.width)  # [B blocks P K H] -> [B S K H]
     is_seen = jnp.arange(x.shape[1], dtype=jnp.int32) < seen[:, None]
     return jnp.where(is_seen[..., None, None], x, 0)
+
+
+def _attend(interpret: bool, *operands: Array | None) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Return what `_attend_by_cudnn` does, in interpret mode by XLA."""
+    return (_attend_by_xla if interpret else _attend_by_cudnn)(*operands)
 
 
 def _attend_by_cudnn(

@@ -205,9 +205,11 @@ def _merge_kernel(parts_ref, part_lses_ref, is_seen_ref, before, out_ref, lse_re
     member = jnp.arange(sizes.padded_group, dtype=jnp.int32)
     first_pair = ((row * sizes.kv_heads + head) * length + token) * sizes.slots
 
+    is_seen = lambda j: is_seen_ref[row, head, token, j] != 0
+
     def part_lse(j):
         part = part_lses_ref[(first_pair + j) * sizes.padded_group + member]
-        return jnp.where(is_seen_ref[row, head, token, j] != 0, part, -jnp.inf)
+        return jnp.where(is_seen(j), part, -jnp.inf)
 
     top = jnp.full((sizes.padded_group,), -jnp.inf, jnp.float32)
     top = jax.lax.fori_loop(0, sizes.slots, lambda j, top: jnp.maximum(top, part_lse(j)), top)
@@ -216,15 +218,17 @@ def _merge_kernel(parts_ref, part_lses_ref, is_seen_ref, before, out_ref, lse_re
     def add_part(j, state):
         values, total = state
         weight = exp2(part_lse(j) - top, sizes.interpret)
-        part = parts_ref[(first_pair + j) * sizes.padded_group + member, :].astype(jnp.float32)
-        # A place that nothing wrote holds anything: 0 x NaN would be NaN.
+        # A place that nothing wrote holds anything: 0 x NaN would be NaN. It is not read either.
+        place = pl.ds((first_pair + j) * sizes.padded_group, sizes.padded_group)
+        part = plgpu.load(parts_ref.at[place, :], mask=jnp.full(values.shape, is_seen(j)), other=0.0)
+        part = part.astype(jnp.float32)
         part = jnp.where(weight[:, None] != 0.0, part * weight[:, None], 0.0)
         return values + part, total + weight
 
     nothing = jnp.zeros((sizes.padded_group, sizes.width), jnp.float32), jnp.zeros((sizes.padded_group,), jnp.float32)
     values, total = jax.lax.fori_loop(0, sizes.slots, add_part, nothing)
-    is_seen, safe_total = divisor(total)
+    sees_any, safe_total = divisor(total)
     target = sizes.out_row(start + token, head, member)
     out_ref[row, target, :] = (values / safe_total[:, None]).astype(out_ref.dtype)
     if lse_ref is not None:
-        lse_ref[row, target] = natural_lse(top, is_seen, safe_total)
+        lse_ref[row, target] = natural_lse(top, sees_any, safe_total)

@@ -1,0 +1,91 @@
+"""Dense causal attention over pages of chunks that see a long prefix: cuDNN has that, the Triton kernel the rest.
+
+Where devices hold the blocks of rows in turn, the queries of a chunk do not follow one another among the keys of one
+device, and a causal mask is no longer a diagonal. But all of them see what stands before the chunk, and of the rest a
+kernel that asks each query for its position sees what it should::
+
+    keys of the row    |  blocks that all queries see, in pieces  |  up to as many keys as there are queries  |
+                          by cuDNN, without a mask                   by the Triton kernel
+                                     └────── joined by log-sum-exp ──────┘
+
+A part's output is rounded to the queries' dtype before the parts are joined in float32.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.backends import Limits
+from pallas_kernels.dense_causal import triton
+from pallas_kernels.dense_causal.cudnn import Config, add_prefix, filled
+from pallas_kernels.pages import Pages, seen_positions
+from pallas_kernels.triton_common import check_pool
+
+__all__ = ["LIMITS", "Config", "in_order", "run"]
+
+LIMITS = Limits(check_pages=check_pool, config=Config)
+
+
+def in_order(k: Pages, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Bool[Array, ""]:
+    """Return True if this backend can run the rows: `run` does not look.
+
+    No query sees less than the first one of its row, or more than the others are many; all blocks before are held.
+    """
+    if k.table is None:
+        return jnp.bool_(False)
+    seen = seen_positions(positions, lengths, positions.shape[1])
+    first_block = _first_block(seen, k.block_size)
+    behind = seen - first_block[:, None] * k.block_size
+    is_in_rest = (seen < 0) | ((behind >= -1) & (behind < _rest_blocks(k, seen.shape[1]) * k.block_size))
+    is_needed = jnp.arange(k.num_blocks, dtype=jnp.int32) < first_block[:, None]  # [B M]
+    return jnp.all(is_in_rest) & jnp.all(k.holds(k.table) | ~is_needed)
+
+
+def run(
+    q: Float[Array, "B T N H"],
+    k: Pages,
+    v: Pages,
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    kv_heads: int,
+    return_lse: bool,
+    config: Config | None,
+    interpret: bool,
+) -> tuple[Array, ...]:
+    """Run `dense_causal` on checked operands of which `in_order` is true; others get any numbers.
+
+    In interpret mode the prefix is computed by XLA, and the rest as on the device.
+
+    Raises:
+      ValueError: float32.
+    """
+    num_queries = q.shape[1]
+    q, positions = filled(q, positions, interpret)
+    seen = seen_positions(positions, lengths, q.shape[1])
+    first_block = _first_block(seen, k.block_size)
+    prefix = first_block * k.block_size  # [B] keys that every query sees
+    columns = first_block[:, None] + jnp.arange(_rest_blocks(k, q.shape[1]), dtype=jnp.int32)  # [B blocks]
+
+    def rest(pages: Pages) -> Pages:
+        table = jnp.take_along_axis(pages.table, columns, axis=1, mode="fill", fill_value=-1)
+        return dataclasses.replace(pages, table=table, num_blocks=table.shape[1])
+
+    behind = jnp.where(seen >= 0, seen - prefix[:, None], -1)  # -1 too for a query that sees the prefix alone
+    options = dict(kv_heads=kv_heads, return_lse=True, config=None, interpret=interpret)
+    out, lse = triton.run(q, rest(k), rest(v), behind, lengths, **options)
+    out, lse = add_prefix(out, lse, q, k, v, prefix, config, kv_heads=kv_heads, interpret=interpret)
+    sees_any = (seen >= 0)[..., None]  # [B T 1]
+    out = jnp.where(sees_any[..., None], out, 0.0).astype(q.dtype)[:, :num_queries]
+    return (out, jnp.where(sees_any, lse, -jnp.inf)[:, :num_queries]) if return_lse else (out,)
+
+
+def _first_block(seen: Int[Array, "B T"], block_size: int) -> Int[Array, " B"]:
+    """Return how many whole blocks the first query of a row sees: as many as the others see too."""
+    return (seen[:, 0] + 1) // block_size
+
+
+def _rest_blocks(k: Pages, num_queries: int) -> int:
+    """Return the number of blocks behind the prefix that the queries of a row may see, at most."""
+    return min(k.num_blocks, -(-num_queries // k.block_size) + 1)
