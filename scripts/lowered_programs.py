@@ -114,7 +114,7 @@ def programs() -> Iterator[tuple]:
         state = device.State(cache, continuations, counts, counts, counts)
         features = jax.ShapeDtypeStruct((64, model.config.hidden_size), jnp.float32)
         media = device.PlacedFeatures(features, chunk)
-        return model, state, device.Chunk(counts, chunk, counts, counts, media=media), continuations
+        return model, state, device.Chunk(counts, chunk, counts, counts, continuations, media=media)
 
     def by_embeddings(model, tokens):
         embeddings = jnp.zeros((*tokens.shape, model.config.hidden_size), model.dtype)

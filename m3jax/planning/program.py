@@ -89,9 +89,9 @@ def decode(job: Job, mesh: Mesh) -> Any:
 def prefill(job: Job, mesh: Mesh) -> Any:
     """Trace `device.prefill` for a chunk of one prompt."""
     state, layout = _state(job, mesh)
-    chunk = device.Chunk(_shape(1), _shape(1, job.chunk), _shape(1), _shape(1))
     continuations = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _continuations(job, 1))
-    return _compiled_as_by_the_engine("prefill").trace(_model(job, mesh), state, chunk, continuations, layout=layout)
+    chunk = device.Chunk(_shape(1), _shape(1, job.chunk), _shape(1), _shape(1), continuations)
+    return _compiled_as_by_the_engine("prefill").trace(_model(job, mesh), state, chunk, layout=layout)
 
 
 def _compiled_as_by_the_engine(name: str) -> Any:

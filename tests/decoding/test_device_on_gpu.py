@@ -59,9 +59,7 @@ def lowered(name: str, max_steps: int = STEPS) -> str:
         elif name.endswith("prefill"):
             state = device.State(pages, continuations, counts, counts, counts)
             of_prompt = jax.tree.map(lambda x: x[:1], (counts, rows(jnp.int32, 256), counts, counts, continuations))
-            traced = device.program("prefill", "gpu", "narrow").trace(
-                model, state, device.Chunk(*of_prompt[:4]), of_prompt[4]
-            )
+            traced = device.program("prefill", "gpu", "narrow").trace(model, state, device.Chunk(*of_prompt))
         else:
             drafter = PromptLookup()
             memory = drafter.begin(model, ROWS, BLOCKS * 128)

@@ -196,8 +196,9 @@ def test_a_step_makes_no_second_cache(name):
     """The scratch memory of the compiled program is far below the cache, however many pages that has."""
     served = engine(model(), pages=8192)
     if name == "prefill":
-        chunk = device.Chunk(*(np.zeros(shape, np.int32) for shape in (2, (2, 12), 2, 2)))
-        temporary, cache_bytes = temporary_bytes(device.prefill, served, chunk, served._runner.continuations([], 2))
+        arrays = [np.zeros(shape, np.int32) for shape in (2, (2, 12), 2, 2)]
+        chunk = device.Chunk(*arrays, served._runner.continuations([], 2))
+        temporary, cache_bytes = temporary_bytes(device.prefill, served, chunk)
     else:
         steps = SHAPE["steps_per_call"]
         temporary, cache_bytes = temporary_bytes(device.decode, served, no_steps(served), max_steps=steps)

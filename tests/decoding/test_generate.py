@@ -162,8 +162,8 @@ def test_no_logits_of_the_whole_prompt_are_made(fake):
     """Prefill unembeds one hidden state a row."""
     runner = small_engine(fake)._runner
     empty = lambda shape: np.zeros(shape, np.int32)
-    chunk = device.Chunk(empty(2), empty((2, 128)), empty(2), empty(2))
-    text = str(jax.make_jaxpr(device.prefill)(fake, runner.state, chunk, runner.continuations([], 2)))
+    chunk = device.Chunk(empty(2), empty((2, 128)), empty(2), empty(2), runner.continuations([], 2))
+    text = str(jax.make_jaxpr(device.prefill)(fake, runner.state, chunk))
     assert f"2,{fake.config.vocab_size}]" in text
     assert f"2,128,{fake.config.vocab_size}]" not in text
 

@@ -188,10 +188,10 @@ def test_the_most_probable_tokens_are_asked_for_by_rows_that_want_some(monkeypat
     monkeypatch.setattr(rounds, "room_for_choices", lambda *_: {})
     proposal = Proposal(jnp.zeros((3, 1), jnp.int32))
     drafter = SimpleNamespace(propose=lambda *_: (proposal, cache))
-    chunk = device.Chunk(zeros, zeros[:, None], zeros, zeros)
+    chunk = device.Chunk(zeros, zeros[:, None], zeros, zeros, rows)
     model, steps = SimpleNamespace(unembed=lambda x: x), zeros + 1
     calls = [
-        lambda: step.prefill.__wrapped__(model, state, chunk, rows),
+        lambda: step.prefill.__wrapped__(model, state, chunk),
         lambda: step.decode.__wrapped__(model, state, steps, 1),
         lambda: rounds.decode_in_rounds.__wrapped__(model, drafter, state, steps, 1, 1),
         lambda: rounds._draw_all(model, jnp.zeros((3, 2, 2)), proposal, rows, rows.context(zeros > 0, None), zeros, 2),

@@ -272,10 +272,11 @@ def test_prefill_and_decode_lower_for_a_gpu_with_kernels(unchecked):
     )  # fmt: skip
     weights = m3_model.abstract(config, dtype)
     runner = Runner(weights, weights.new_cache(64, 2, 32), Shapes(2, 1, (256,), 4, 4))
-    chunk = device.Chunk(*(np.zeros(s, np.int32) for s in ((1,), (1, 256), (1,), (1,))))
+    arrays = [np.zeros(shape, np.int32) for shape in ((1,), (1, 256), (1,), (1,))]
+    chunk = device.Chunk(*arrays, runner.continuations([], 1))
     with on_a_gpu():
         programs = [
-            device.prefill.trace(weights, runner.state, chunk, runner.continuations([], 1)),
+            device.prefill.trace(weights, runner.state, chunk),
             device.decode.trace(weights, runner.state, np.full(runner.shapes.batch, 4, np.int32), 4),
         ]
         texts = [program.lower(lowering_platforms=("cuda",)).as_text() for program in programs]

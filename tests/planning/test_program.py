@@ -78,11 +78,13 @@ def test_a_program_is_traced_with_an_engines_arguments(name, monkeypatch, unchec
     if name == "decode":
         assert found["max_steps"] == 1 and [shape for shape, _ in shapes(found["steps"])] == [(ROWS,)]
     else:
-        chunk = device.Chunk(*(shape for shape, _ in shapes(found["chunk"])))
-        assert chunk == device.Chunk((1,), (1, CHUNK), (1,), (1,))
-        assert {x.shape[0] for x in jax.tree.leaves(found["continuations"])} == {1}
+        chunk = found["chunk"]
+        arrays = (chunk.rows, chunk.tokens, chunk.start, chunk.lengths)
+        assert [x.shape for x in arrays] == [(1,), (1, CHUNK), (1,), (1,)]
+        assert len(jax.tree.leaves(chunk)) == len(arrays) + len(jax.tree.leaves(continuations))
+        assert {x.shape[0] for x in jax.tree.leaves(chunk.continuations)} == {1}
         of_rows = [shape[1:] for shape, _ in shapes(continuations)]
-        assert [shape[1:] for shape, _ in shapes(found["continuations"])] == of_rows
+        assert [shape[1:] for shape, _ in shapes(chunk.continuations)] == of_rows
 
 
 def test_on_a_tpu_no_mode_has_options_of_its_own():

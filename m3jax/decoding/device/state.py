@@ -129,6 +129,7 @@ class Chunk:
       tokens: the piece; what lies past the prompt's end means nothing.
       start: tokens of the prompt that are in the cache already.
       lengths: tokens of the whole prompt; 0 for none.
+      continuations: how these prompts will go on.
       context: with a drafter, what it reads of the prompts beyond the piece.
       media: where images and videos are served, their features; None where only text is.
       targets: the token of the prompt that follows each one, -1 for none; None where nobody asks for their scores.
@@ -138,6 +139,7 @@ class Chunk:
     tokens: Int32[HostOrDevice, "C T"]
     start: Int32[HostOrDevice, "C"]
     lengths: Int32[HostOrDevice, "C"]
+    continuations: Continuations
     context: PromptContext | None = None
     media: PlacedFeatures | None = None
     targets: Int32[HostOrDevice, "C T"] | None = None

@@ -92,7 +92,6 @@ def prefill(
     model: TargetModel,
     state: State,
     chunk: Chunk | Parcel[Chunk],
-    continuations: Continuations | Parcel[Continuations],
     host: HostStacks | None = None,
     drafter: Drafter | None = None,
     masks: Masks | None = None,
@@ -111,7 +110,6 @@ def prefill(
       model: the target.
       state: of B rows; donated.
       chunk: a piece of C prompts, or its parcel.
-      continuations: how these C prompts will go on, or their parcel.
       host: the pages in host memory, if keys and values are there.
       drafter: reads the prompts too, if there is one.
       masks: what the first token of each of the C prompts may be; None for anything.
@@ -127,8 +125,8 @@ def prefill(
     Returns:
       The state, and the first token of each of the C prompts that ends here (counts are 0 for the others).
     """
-    chunk, continuations = opened(chunk), opened(continuations)
-    width = chunk.tokens.shape[1]
+    chunk = opened(chunk)
+    continuations, width = chunk.continuations, chunk.tokens.shape[1]
     positions = chunk.start[:, None] + jnp.arange(width, dtype=jnp.int32)  # [C T]
     lengths = jnp.minimum(chunk.lengths, chunk.start + width)
     # Where a chunk has no prompt its row is B, one past the last: no page is found for it, so nothing is written.

@@ -270,7 +270,8 @@ class Runner:
                 following = part.tokens[part.cached + 1 : part.cached + width + 1]
                 targets[index, : len(following)] = following
         media = None if self.features is None else device.PlacedFeatures(self.features, feature_rows)
-        chunk = device.Chunk(rows, tokens, start, lengths, self._context(parts, width), media)
+        continuations, context = self.continuations(parts, count), self._context(parts, width)
+        chunk = device.Chunk(rows, tokens, start, lengths, continuations, context, media)
         chunk = replace(chunk, targets=targets if has_scores else None)
         masks = {index: part.mask for index, part in enumerate(parts) if part.mask is not None}
         return partial(
@@ -278,7 +279,6 @@ class Runner:
             self.model,
             self.state,
             self._sent(chunk),
-            self._sent(self.continuations(parts, count)),
             host=self._host_pages,
             drafter=self.drafter,
             masks=self._masks_on_device(masks, count) if masks else self._no_prompt_masks,
