@@ -87,16 +87,16 @@ def test_a_chunk_has_the_next_tokens_of_each_prompt(seed, runner):
     runner.drafter = SimpleNamespace(reads_tokens=seed > 3) if seed > 1 else None
     for has_scores in (False, True):
         call = runner._prefill_call(given, WIDTH, ("blocks",), has_scores)
-        model, state, *parcels = call.args
-        chunk, continuations = map(device.parcel.opened, parcels)
-        # Each array of the host would be a copy of its own to the device: there are two.
-        assert len([x for x in jax.tree.leaves(parcels) if not isinstance(x, str)]) == 2
+        model, state, parcel = call.args
+        chunk = device.parcel.opened(parcel)
+        # Each array of the host would be a copy of its own to the device: there is one.
+        assert len([x for x in jax.tree.leaves(parcel) if not isinstance(x, str)]) == 1
         assert (call.func, model, state) == ("prefill", runner.model, "state")
         masks = {i: part.mask for i, part in enumerate(given) if part.mask is not None}
         expected = dict(host=None, drafter=runner.drafter, edits=None, num_top=7, records=("blocks",), layout="layout")
         expected |= dict(masks=(masks, PROMPTS) if masks else "no masks", types="types")
         assert call.keywords == expected
-        np.testing.assert_array_equal(continuations.counts, runner.continuations(given, PROMPTS).counts)
+        np.testing.assert_array_equal(chunk.continuations.counts, runner.continuations(given, PROMPTS).counts)
         assert (chunk.targets is None) == (not has_scores) and (chunk.media is None) == (runner.features is None)
         for index in range(PROMPTS):
             part = given[index] if index < len(given) else None
