@@ -57,8 +57,8 @@ def test_a_plan_has_expected_times_and_how_far_they_were_off(capsys):
     assert len(gpu["checks"]) == len(checks()) and answers["v5p:4x4x4 --no-compile"]["checks"] == []
     plan.main([*arguments[:4], "--topology", "h100:8"])
     text = capsys.readouterr().out
-    assert "measured on one H200, 24 November 2026: another card" in text
-    assert "8 times on one device: -12% to +22%" in text
+    assert "measured on one H200, 27 November 2026: another card" in text
+    assert "8 times on one device: -13% to +17%" in text
 
 
 def test_the_document_has_every_check():
@@ -67,5 +67,5 @@ def test_the_document_has_every_check():
     assert [line for line in DOCUMENT.read_text().splitlines() if line in lines] == lines
     offs = {check.what: abs(check.off) for check in checks() if check.unit == "ms"}
     # MXFP8 has another kernel for 32 rows than for one, and a better one.
-    assert offs.pop("step of 32 rows, MXFP8, by the other sizes") < 0.25
+    assert offs.pop("step of 32 rows, MXFP8, by the other sizes") < 0.2
     assert max(offs.values()) < 0.15
