@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from m3jax.branches import devices_that_take_turns, is_rare
@@ -233,6 +233,18 @@ class _Program:
             elif match := _LINE.match(line):
                 root, name, result_type, op, rest = match.groups()
                 current[with_mark(name)] = _Instruction(with_mark(name), result_type, op, rest, bool(root))
+        for computation in self.computations.values():
+            fusions = [one for one in computation.values() if one.op == "fusion"]
+            computation |= {one.name: self._as_exchange(one) for one in fusions}
+
+    def _as_exchange(self, fusion: _Instruction) -> _Instruction:
+        """Return a fusion; one in which devices add up and keep a part each, as on a TPU, as a reduce-scatter."""
+        inside = self.computations.get(fusion.called("calls") or "", {}).values()
+        exchange = next((one for one in inside if one.op == "all-reduce"), None)
+        if exchange is None:
+            return fusion
+        _, _, who = exchange.rest.partition(")")
+        return replace(fusion, op="reduce-scatter", rest=fusion.rest + who)
 
     def cost(self, name: str) -> _Cost:
         """Return the cost of one run of a computation."""

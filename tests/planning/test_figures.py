@@ -246,6 +246,33 @@ def test_exchanges_of_a_program_by_hand():
     assert [each.origin for each in hlo.collectives(PROGRAM)] == ["%ag", "sums", "%ar", "%cp"]
 
 
+def test_a_sum_that_a_fusion_cuts_is_a_reduce_scatter():
+    """As a TPU's compiler writes it: of the sum each device keeps its own part, in one fusion with it."""
+    text = """HloModule main
+
+%all-reduce-scatter (input: f32[16,8]) -> f32[8,8] {
+  %input = f32[16,8]{1,0} parameter(0)
+  %all-reduce = f32[16,8]{1,0} all-reduce(%input), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%add
+  ROOT %part = f32[8,8]{1,0} dynamic-slice(%all-reduce, %id, %zero), dynamic_slice_sizes={8,8}
+}
+
+%twice (y: f32[16,8]) -> f32[16,8] {
+  %y = f32[16,8]{1,0} parameter(0)
+  ROOT %sum = f32[16,8]{1,0} add(%y, %y)
+}
+
+ENTRY %main (x: f32[16,8]) -> f32[8,8] {
+  %x = f32[16,8]{1,0} parameter(0)
+  %z = f32[16,8]{1,0} fusion(%x), kind=kLoop, calls=%twice
+  ROOT %fusion = f32[8,8]{1,0} fusion(%z), kind=kCustom, calls=%all-reduce-scatter, metadata={op_name="psum"}
+}
+"""
+    (found,) = hlo.collectives(text)
+    assert (found.kind, found.num_bytes, found.num_devices, found.origin) == ("reduce-scatter", 512, 2, "psum")
+    counts = hlo.count(text)
+    assert counts.collectives == {"reduce-scatter": 1} and counts.collective_bytes == {"reduce-scatter": 256}
+
+
 def test_traffic_of_a_program_by_hand():
     """The branch whose call has a product counts; a fusion that writes a row in place reads and writes that alone."""
     found = hlo.count(PROGRAM)
