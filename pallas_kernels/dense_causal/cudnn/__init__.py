@@ -16,6 +16,7 @@ outputs and log-sum-exps of other bits; filled up, they had the same ones in 20 
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,10 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.pages import Pages, seen_positions
 
-__all__ = ["LIMITS", "Config", "add_prefix", "filled", "in_order", "run"]
+__all__ = ["LIMITS", "Config", "Part", "in_order", "run", "run_behind_prefix"]
+
+# Outputs [B T N H] and log-sum-exps [B T N] of all keys but a prefix, and how many these are [B].
+Part = tuple[Array, Array, Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,53 +80,47 @@ def run(
     Raises:
       ValueError: float32.
     """
-    num_queries = q.shape[1]
-    q, positions = filled(q, positions, interpret)
-    count, first = _queries(seen_positions(positions, lengths, q.shape[1]))
-    own = _own_tokens(k, first, count, q.shape[1], kv_heads), _own_tokens(v, first, count, q.shape[1], kv_heads)
-    out, lse = _attend(interpret, q, *own, None)
-    out, lse = add_prefix(out, lse, q, k, v, first, config, kv_heads=kv_heads, interpret=interpret)
-    is_query = (jnp.arange(q.shape[1], dtype=jnp.int32) < count[:, None])[..., None]  # [B T 1]
-    out = jnp.where(is_query[..., None], out, 0.0).astype(q.dtype)[:, :num_queries]
-    return (out, jnp.where(is_query, lse, -jnp.inf)[:, :num_queries]) if return_lse else (out,)
+
+    def own_part(q: Float[Array, "B T N H"], seen: Int[Array, "B T"]) -> Part:
+        count, first = _queries(seen)
+        k_and_v = (_own_tokens(pages, first, count, q.shape[1], kv_heads) for pages in (k, v))
+        return *_attend(interpret, q, *k_and_v, None), first
+
+    options = dict(kv_heads=kv_heads, return_lse=return_lse, config=config, interpret=interpret)
+    return run_behind_prefix(own_part, q, k, v, positions, lengths, **options)
 
 
-def filled(
-    q: Float[Array, "B T N H"], positions: Int[Array, "B T"], interpret: bool
-) -> tuple[Float[Array, "B _ N H"], Int[Array, "B _"]]:
-    """Return queries and positions with padding behind them, where they are too few.
-
-    Raises:
-      ValueError: queries that cuDNN does not take.
-    """
-    if q.dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
-        raise ValueError(f"q is {q.dtype}: cuDNN takes bfloat16 and float16")
-    filling = (0, 0), (0, max(_LEAST_QUERIES - q.shape[1], 0))
-    return jnp.pad(q, (*filling, (0, 0), (0, 0))), jnp.pad(positions, filling, constant_values=-1)
-
-
-def add_prefix(
-    out: Float[Array, "B T N H"],
-    lse: Float[Array, "B T N"],
+def run_behind_prefix(
+    last_part: Callable[[Float[Array, "B T N H"], Int[Array, "B T"]], Part],
     q: Float[Array, "B T N H"],
     k: Pages,
     v: Pages,
-    prefix: Int[Array, " B"],
-    config: Config | None,
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
     *,
     kv_heads: int,
+    return_lse: bool,
+    config: Config | None,
     interpret: bool,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Return (output, LSE) of all keys in float32, from those of the keys behind a prefix.
+) -> tuple[Array, ...]:
+    """Run `dense_causal` on rows whose queries all see a prefix: cuDNN attends to that, piece by piece.
 
     Args:
-      out: of the keys behind it; 0 for a query that sees none of these.
-      lse: likewise, -inf.
-      q, k, v: of all.
-      prefix: how many keys at the beginning of its row every query sees, and none of which `out` has. A query that sees
-        no key at all gets any numbers.
-      config, kv_heads, interpret: as of `run`.
+      last_part: attends to the keys behind the prefixes. Given queries, which may be padded, and the last key that each
+        sees (-1 for none), it returns outputs and log-sum-exps (0 and -inf for a query that sees none of these keys),
+        and how many keys at the beginning of each row are the prefix, of which it has none.
+      q, k, v, positions, lengths, kv_heads, return_lse, config, interpret: as of `run`.
+
+    Raises:
+      ValueError: float32.
     """
+    if q.dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
+        raise ValueError(f"q is {q.dtype}: cuDNN takes bfloat16 and float16")
+    num_queries = q.shape[1]
+    filling = (0, 0), (0, max(_LEAST_QUERIES - num_queries, 0))
+    q, positions = jnp.pad(q, (*filling, (0, 0), (0, 0))), jnp.pad(positions, filling, constant_values=-1)
+    last_seen = seen_positions(positions, lengths, q.shape[1])
+    out, lse, prefix = last_part(q, last_seen)
     blocks = min((config or Config()).piece, k.num_blocks)
     tokens = blocks * k.block_size
 
@@ -134,7 +132,10 @@ def add_prefix(
         return _join(*parts, piece_out, jnp.where((seen > 0)[:, None, None], piece_lse, -jnp.inf))
 
     num_pieces = (jnp.max(prefix) + tokens - 1) // tokens
-    return jax.lax.fori_loop(0, num_pieces, add_piece, (out.astype(jnp.float32), lse))
+    out, lse = jax.lax.fori_loop(0, num_pieces, add_piece, (out.astype(jnp.float32), lse))
+    sees_any = (last_seen >= 0)[..., None]  # [B T 1]
+    out = jnp.where(sees_any[..., None], out, 0.0).astype(q.dtype)[:, :num_queries]
+    return (out, jnp.where(sees_any, lse, -jnp.inf)[:, :num_queries]) if return_lse else (out,)
 
 
 def _queries(seen: Int[Array, "B T"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:

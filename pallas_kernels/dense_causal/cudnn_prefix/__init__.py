@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backends import Limits
 from pallas_kernels.dense_causal import triton
-from pallas_kernels.dense_causal.cudnn import Config, add_prefix, filled
+from pallas_kernels.dense_causal.cudnn import Config, Part, run_behind_prefix
 from pallas_kernels.pages import Pages, seen_positions
 from pallas_kernels.triton_common import check_pool
 
@@ -61,24 +61,19 @@ def run(
     Raises:
       ValueError: float32.
     """
-    num_queries = q.shape[1]
-    q, positions = filled(q, positions, interpret)
-    seen = seen_positions(positions, lengths, q.shape[1])
-    first_block = _first_block(seen, k.block_size)
-    prefix = first_block * k.block_size  # [B] keys that every query sees
-    columns = first_block[:, None] + jnp.arange(_rest_blocks(k, q.shape[1]), dtype=jnp.int32)  # [B blocks]
 
-    def rest(pages: Pages) -> Pages:
-        table = jnp.take_along_axis(pages.table, columns, axis=1, mode="fill", fill_value=-1)
-        return dataclasses.replace(pages, table=table, num_blocks=table.shape[1])
+    def rest(q: Float[Array, "B T N H"], seen: Int[Array, "B T"]) -> Part:
+        first_block = _first_block(seen, k.block_size)
+        prefix = first_block * k.block_size  # [B]
+        columns = first_block[:, None] + jnp.arange(_rest_blocks(k, q.shape[1]), dtype=jnp.int32)  # [B blocks]
+        table = jnp.take_along_axis(k.table, columns, axis=1, mode="fill", fill_value=-1)
+        pages = (dataclasses.replace(one, table=table, num_blocks=table.shape[1]) for one in (k, v))
+        behind = jnp.where(seen >= 0, seen - prefix[:, None], -1)  # -1 too for a query that sees the prefix alone
+        options = dict(kv_heads=kv_heads, return_lse=True, config=None, interpret=interpret)
+        return *triton.run(q, *pages, behind, lengths, **options), prefix
 
-    behind = jnp.where(seen >= 0, seen - prefix[:, None], -1)  # -1 too for a query that sees the prefix alone
-    options = dict(kv_heads=kv_heads, return_lse=True, config=None, interpret=interpret)
-    out, lse = triton.run(q, rest(k), rest(v), behind, lengths, **options)
-    out, lse = add_prefix(out, lse, q, k, v, prefix, config, kv_heads=kv_heads, interpret=interpret)
-    sees_any = (seen >= 0)[..., None]  # [B T 1]
-    out = jnp.where(sees_any[..., None], out, 0.0).astype(q.dtype)[:, :num_queries]
-    return (out, jnp.where(sees_any, lse, -jnp.inf)[:, :num_queries]) if return_lse else (out,)
+    options = dict(kv_heads=kv_heads, return_lse=return_lse, config=config, interpret=interpret)
+    return run_behind_prefix(rest, q, k, v, positions, lengths, **options)
 
 
 def _first_block(seen: Int[Array, "B T"], block_size: int) -> Int[Array, " B"]:
