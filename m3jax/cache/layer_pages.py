@@ -77,12 +77,12 @@ class LayerPages(Protocol):
 
     def attend_selected(
         self, call: LayerCall, q: Float[Array, "B T N H"], blocks: Int[Array, "B K T J"]
-    ) -> tuple[Float[Array, "B T N H"], "LayerPages"]:
-        """Attend to the selected blocks (`m3jax.msa.sparse_attention`)."""
+    ) -> tuple[Float[Array, "*Y N H"], "LayerPages"]:
+        """Attend to the selected blocks (`m3jax.msa.sparse_attention`); return the outputs of this device's tokens."""
         ...
 
-    def attend_all(self, call: LayerCall, q: Float[Array, "B T N H"]) -> tuple[Float[Array, "B T N H"], "LayerPages"]:
-        """Attend to every block (`m3jax.msa.dense_attention`)."""
+    def attend_all(self, call: LayerCall, q: Float[Array, "B T N H"]) -> tuple[Float[Array, "*Y N H"], "LayerPages"]:
+        """Attend to every block (`m3jax.msa.dense_attention`); return the outputs of this device's tokens."""
         ...
 
     def after_layer(self) -> "LayerPages":

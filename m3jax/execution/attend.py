@@ -143,7 +143,7 @@ def _over_pages(
     rules: SelectionRules | None,
     insert_backend: str,
     values: Values,
-) -> tuple[Float[Array, "B T N H"], LayerPages]:
+) -> tuple[Float[Array, "*Y N H"], LayerPages]:
     """Run `attend` on the device that holds the pages; projections are left only for a kernel of `insert_backend`."""
     if isinstance(heads, Projections):
         heads, pages = pages.insert(

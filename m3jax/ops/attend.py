@@ -26,7 +26,7 @@ def attend_selected(
     *,
     schedule: str = "auto",
     backend: str = "auto",
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "*Y N H"], Float[Array, "*Y N"]]:
     """Attend to the selected blocks of one layer: `m3jax.msa.sparse_attention` over a view.
 
     Where several devices hold the blocks, inside `shard_map`, each attends over those that are its own, and the outputs
@@ -43,7 +43,8 @@ def attend_selected(
         XLA schedule, over a cache none.
 
     Returns:
-      Outputs in q's dtype, and the LSE (-inf where nothing is visible) in the accumulator's dtype.
+      Outputs in q's dtype, and the LSE (-inf where nothing is visible) in the accumulator's dtype: of all B T queries,
+      or, where the devices of the view's `share` divide them, of this device's own.
 
     Raises:
       ValueError: an unknown schedule, heads that do not fit, a selection of another shape, or a backend that cannot run
@@ -70,7 +71,7 @@ def attend_all(
     *,
     schedule: str = "auto",
     backend: str = "auto",
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "*Y N H"], Float[Array, "*Y N"]]:
     """Attend to every block of one layer: `m3jax.msa.dense_attention` over a view.
 
     Args:
@@ -117,7 +118,7 @@ def _attend(
     q: Float[Array, "B T N H"],
     view: BlockView,
     rows: tuple[Int[Array, "..."], ...],
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "*Y N H"], Float[Array, "*Y N"]]:
     """Return the outputs and LSEs of one kind of attention, by a backend; devices' parts are merged.
 
     Args:

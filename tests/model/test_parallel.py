@@ -132,6 +132,16 @@ def test_drafts_over_the_context_are_verified_as_on_one_device():
     comparisons.assert_close(found, expected, "logits", "X B T V", rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 16), (16, 2)])
+def test_arrays_of_divided_tokens_are_what_annotations_say(shape):
+    """A device that gets the outputs of its own tokens alone; programs that are compiled here are not checked."""
+    m, integers = model("context=2,expert=2,tensor=2"), jnp.zeros(shape, jnp.int32)
+    cache = Cache.init(CONFIG, shape[0], LENGTH, "float32", m.mesh)
+    run = lambda m, t, c, p, n: m(t, cache=c, positions=p, lengths=n)[0]
+    logits = jax.eval_shape(run, m, integers, cache, integers, integers[:, 0])
+    assert logits.shape == (*shape, CONFIG.vocab_size)
+
+
 def one_layer(mesh: str | None, is_sparse: bool, tokens: int, blocks: int) -> hlo.Counts:
     """Counts of the compiled attention of one layer, over a row of so many blocks; nothing is run."""
     where = None if mesh is None else parse_mesh(mesh)
