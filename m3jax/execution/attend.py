@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from m3jax.arrays import without_checks
-from m3jax.cache import LayerCall, LayerPages, StackCache
+from m3jax.cache import CallPages, LayerCall, LayerPages, StackCache
 from m3jax.execution.named import HEADS, Values
 from m3jax.execution.projections import Projections
 from m3jax.msa import SelectionRules, select_blocks, walk_scores
@@ -119,6 +119,58 @@ def attend_over_mesh(
         values["blocks"] = blocks
     values["attention"] = out
     return values["attention"], jax.tree.unflatten(page_structure, page_arrays)
+
+
+def attend_by_heads(
+    heads: Heads | Projections,
+    pages: CallPages,
+    call: LayerCall,
+    rules: SelectionRules | None,
+    values: Values,
+    mesh: Mesh,
+) -> tuple[Float[Array, "B T N H"], CallPages]:
+    """Run `attend` for a call without a cache on every device of a mesh, each for its own KV heads.
+
+    Rows are divided over the data axis and KV heads over the tensor axis, as far as these divide them; no device needs
+    anything of another. The compiler by itself would gather all heads for a kernel, whose work it cannot divide, and
+    cuDNN refuses queries that are divided in another way than their keys. Where the tensor axis has one device, it does
+    well by itself.
+
+    Args:
+      heads, call, rules, values: as of `attend`.
+      pages: of the call, which hold nothing before and after it.
+      mesh: of the model.
+    """
+    if mesh.shape["tensor"] == 1:
+        return attend(heads, pages, call, rules, values)
+    if values.edited & {"blocks"} or values.asked & {"block_scores"}:  # of all heads, by programs that can be divided
+        return attend(heads, pages, call.replace(backend="xla"), rules, values)
+    heads, _ = _finished(heads, pages, call, values)
+    row_axis, kv_axis = spec((heads.k.shape[0], heads.k.shape[2]), ("tokens", "kv_heads"), mesh)
+    by_row, by_head, by_kv_head = P(row_axis), P(row_axis, None, kv_axis), P(row_axis, kv_axis)
+    given = {name: head for name, head in heads._asdict().items() if head is not None}
+    head_specs = {name: by_row if name == "index_k" else by_head for name in given}
+
+    def on_each_device(heads, layer, places, positions, lengths, given_blocks):
+        own_call = call.replace(
+            layer=layer, places=places, positions=positions, lengths=lengths, given_blocks=given_blocks
+        )
+        own_heads, on_device = Heads(**{name: heads.get(name) for name in Heads._fields}), Values()
+        out, _ = _over_pages(own_heads, pages, own_call, rules, "xla", on_device)
+        return out, on_device.get("blocks")
+
+    on_mesh = jax.shard_map(
+        on_each_device,
+        mesh=mesh,
+        in_specs=(head_specs, P(), by_row, by_row, by_row, by_kv_head),
+        out_specs=(by_head, by_kv_head),
+        check_vma=False,
+    )
+    out, blocks = on_mesh(given, call.layer, call.places, call.positions, call.lengths, call.given_blocks)
+    if blocks is not None:
+        values["blocks"] = blocks
+    values["attention"] = checkpoint_name(out, "attention")
+    return values["attention"], pages
 
 
 def _finished(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax import ops
 from m3jax.execution import plain
-from m3jax.execution.attend import attend, attend_over_mesh
+from m3jax.execution.attend import attend, attend_by_heads, attend_over_mesh
 from m3jax.execution.compute import Compute, Remat
 from m3jax.execution.experts import experts_over_mesh
 from m3jax.mxfp8 import MXFP8Array
@@ -78,10 +78,11 @@ class Fast:
     def attend(self, heads, pages, call, rules, values):
         """Write new tokens, select and attend: on this device, or on each device that holds pages."""
         call = call.replace(schedule=self.compute.schedule, backend=self.compute.backend)
-        # Keys of a call by itself are divided by XLA as it likes; pages of a cache lie where they are.
-        if self.has_cache and self.compute.is_divided:  # only a `StackCache` is divided over devices
-            return attend_over_mesh(heads, pages, call, rules, values, self.compute.mesh)
-        return attend(heads, pages, call, rules, values)
+        if not self.compute.is_divided:
+            return attend(heads, pages, call, rules, values)
+        # Keys of a call by itself are divided by their heads; pages of a cache lie where they are.
+        over_mesh = attend_over_mesh if self.has_cache else attend_by_heads
+        return over_mesh(heads, pages, call, rules, values, self.compute.mesh)
 
     def choose_experts(self, logits, bias, top_k):
         """Return the router's choice: by one kernel for few tokens, by XLA elsewhere."""

@@ -102,6 +102,18 @@ def test_forward_is_one_device_s(mesh):
     comparisons.assert_close(whole(mesh), whole(None), "logits", "B T V", rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("names", [("attention", "blocks"), ("block_scores",)])
+def test_values_without_a_cache_are_one_device_s(names):
+    """Each device attends with its own heads; scores that are asked for are those of all heads."""
+    names, found = [f"layers.1.{name}" for name in names], []
+    for mesh in (None, "data=2,context=2,tensor=2"):
+        m, tokens = model(mesh), tiny.tokens(CONFIG, BATCH, LENGTH)
+        run = jax.jit(lambda m, t: m.intermediates(t, names=names), compiler_options=QUICK)
+        found.append(run(m, put(tokens, m.mesh)))
+    for name in names:
+        np.testing.assert_allclose(found[1][name], found[0][name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_cached_decode_is_one_device_s(mesh):
     """T51: token by token, with a row that begins later."""

@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from support import comparisons, tiny
 from support.engines import CONFIG
@@ -27,6 +29,7 @@ from m3jax.msa.share import Share
 from m3jax.ops import BACKENDS, attend, attend_all, attend_selected, cases, insert_backend, interpret, measured, select
 from m3jax.ops.backends import choose, why_not
 from m3jax.ops.cases import PagesCase
+from m3jax.parallel import AXES
 from pallas_kernels import dense_causal
 
 H200 = AbstractMesh(
@@ -43,8 +46,8 @@ INSERT = PagesCase(op="insert", **SIZES, group=16, rotated=64)
 
 
 @contextlib.contextmanager
-def on_a_gpu():
-    with jax.sharding.use_abstract_mesh(H200), warnings.catch_warnings():
+def on_a_gpu(mesh: AbstractMesh = H200):
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
         yield
 
@@ -261,16 +264,19 @@ def test_steps_in_interpret_mode_have_the_same_logits():
     comparisons.assert_close(np.stack(found), np.stack([*steps(model())]), "logits", "X B T V", atol=1e-4)
 
 
-def test_prefill_and_decode_lower_for_a_gpu_with_kernels(unchecked):
-    """The programs of the engine, at M3's head shapes; other dtypes are those of `tests/kernels/test_lowering.py`."""
-    dtype = "bfloat16"
+def narrow_of_two_layers() -> M3Config:
+    """M3's heads in a dense layer and a sparse one."""
     full = M3Config.m3()
-    config = replace(
+    return replace(
         full, num_hidden_layers=2, hidden_size=256, num_local_experts=8, vocab_size=512, vision_config=None,
         eos_token_id=(), bos_token_id=None,
         layer_types=full.layer_types[2:4], mlp_layer_types=full.mlp_layer_types[2:4],
     )  # fmt: skip
-    weights = m3_model.abstract(config, dtype)
+
+
+def test_prefill_and_decode_lower_for_a_gpu_with_kernels(unchecked):
+    """The programs of the engine, at M3's head shapes; other dtypes are those of `tests/kernels/test_lowering.py`."""
+    weights = m3_model.abstract(narrow_of_two_layers(), "bfloat16")
     runner = Runner(weights, weights.new_cache(64, 2, 32), Shapes(2, 1, (256,), 4, 4))
     arrays = [np.zeros(shape, np.int32) for shape in ((1,), (1, 256), (1,), (1,))]
     chunk = device.Chunk(*arrays, runner.continuations([], 1))
@@ -283,6 +289,31 @@ def test_prefill_and_decode_lower_for_a_gpu_with_kernels(unchecked):
     names = ("index_topk", "query_union", "dense_causal"), ("index_score_decode", "sparse_decode")
     for text, kernels in zip(texts, names, strict=True):
         assert all(kernel in text for kernel in (*kernels, "qk_norm_rope_insert"))
+
+
+def kernels_of(jaxpr: Jaxpr, on_each_device: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yield the name of each kernel of a program, and True for those that each device runs on what it has."""
+    for step in jaxpr.eqns:
+        if step.primitive.name == "pallas_call":
+            yield step.params["name"], on_each_device
+        for inner in jaxprs_in_params(step.params):
+            yield from kernels_of(inner, on_each_device or step.primitive.name == "shard_map")
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_kernels_without_a_cache_get_the_heads_of_one_device(context, unchecked):
+    """Over the tensor axis: the compiler would gather all heads for a kernel, and cuDNN refuses what it makes of them.
+
+    A mesh of GPUs that are not there: the program is traced.
+    """
+    mesh = AbstractMesh((1, context, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=H200.abstract_device)
+    model = m3_model.abstract(narrow_of_two_layers(), "bfloat16")._computed(mesh=mesh)
+    tokens = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+    with on_a_gpu(mesh):
+        traced = jax.jit(lambda model, tokens: model(tokens)).trace(model, tokens)
+    found = set(kernels_of(traced.jaxpr.jaxpr))
+    assert {"dense_causal", "index_topk", "query_union"} <= {name for name, _ in found}
+    assert all(on_each_device for _, on_each_device in found), found
 
 
 @pytest.mark.parametrize(
