@@ -5,6 +5,7 @@
     python scripts/bench_mesh.py                              # on GPUs: times, beside one of them in the same run
     python scripts/bench_mesh.py --meshes tensor=2 expert=2 --rows 1 16 --context-tokens 60064
     python scripts/bench_mesh.py --index --meshes context=2 --context-tokens 1048576     # one sparse layer's attention
+    python scripts/bench_mesh.py --agree --meshes tensor=2    # log-probabilities beside those of one GPU
     python scripts/bench_mesh.py --smoke                      # seconds, on a CPU: sees that it runs
 
 The model has 4 layers at M3's own widths, one dense and three sparse, with random weights. Times are of the engine: a
@@ -23,7 +24,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -48,7 +49,7 @@ from measuring import device_times
 
 from m3jax import M3Config
 from m3jax.cache import Cache, LayerCall
-from m3jax.decoding import Engine
+from m3jax.decoding import Engine, Params, Sampling
 from m3jax.decoding.device import compiler_options
 from m3jax.execution import Compute, Fast, Values
 from m3jax.model import M3, init
@@ -60,6 +61,7 @@ from m3jax.planning.chips import parse_slice
 from m3jax.planning.job import Job
 
 ONE = "one device"
+COMPARED = 4  # prompts whose log-probabilities are compared
 PROFILED = 16  # kernels and gaps of a profile that are printed
 # What XLA's compiler asks of a GPU, as an H100 (SXM, 80 GB) answers.
 H100 = """
@@ -94,6 +96,9 @@ def main() -> int:
     parser.add_argument("--counts", action="store_true", help="compile for 8 CPU devices and count, run nothing")
     parser.add_argument("--h100", action="store_true", help="with --counts: compile for H100s that are only described")
     parser.add_argument("--index", action="store_true", help="time attention of one sparse layer alone")
+    parser.add_argument(
+        "--agree", action="store_true", help="compare log-probabilities with one device's, time nothing"
+    )
     parser.add_argument("--no-prefill", action="store_true", help="no times of prompts")
     parser.add_argument("--no-baseline", action="store_true", help="no device by itself first")
     parser.add_argument("--profile", action="store_true", help="print how devices spend a step and a chunk")
@@ -118,7 +123,9 @@ def main() -> int:
         count(config, args)
     if args.index or args.smoke:
         time_index(config, args)
-    if not (args.counts or args.index):
+    if args.agree or args.smoke:
+        compare(config, args)
+    if not (args.counts or args.index or args.agree):
         time_engines(config, args)
     return 0
 
@@ -358,6 +365,56 @@ def print_profile(name: str, what: str, run: Callable[[], object]) -> None:
                 f"      {seconds * 1e3:9.3f} ms {calls:6d} x nothing between {before[:50]} and {behind[:50]}",
                 flush=True,
             )
+
+
+# What they compute
+
+
+def compare(config: M3Config, args: argparse.Namespace) -> None:
+    """Print how far log-probabilities of meshes lie from one device's, beside one device's own in shorter chunks.
+
+    In 16 bits sums of another order round to other numbers, and these choose other experts and blocks: what a mesh
+    changes is to be held against what a chunk of another length changes. The model has a quarter of M3's experts.
+    """
+    config = config if args.smoke else replace(config, num_local_experts=config.num_local_experts // 4)
+    prompts = [random_tokens(config, args.chunk, seed) for seed in range(COMPARED)]
+    meshes = [name for name in args.names if name != ONE]
+    first = None
+    for name, chunk in [(ONE, args.chunk), (ONE, args.chunk // 4), *((name, args.chunk) for name in meshes)]:
+        found = log_probabilities(config, name, chunk, prompts, args)
+        first = first or found
+        read = np.abs(found[0] - first[0])
+        same = [first_difference(row, other) for row, other in zip(found[1], first[1], strict=True)]
+        print(
+            f"{name}, chunks of {chunk}: log-probabilities of {read.size} tokens of prompts are off by "
+            f"{np.median(read):.4f} (median), {np.quantile(read, 0.99):.4f} (99%), {np.sqrt(np.mean(read**2)):.4f} "
+            f"(root mean square); greedy tokens before another one: {', '.join(map(str, same))} of {len(first[1][0])}",
+            flush=True,
+        )
+
+
+def log_probabilities(
+    config: M3Config, mesh: str, chunk: int, prompts: list[list[int]], args: argparse.Namespace
+) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+    """Return the log-probabilities of the prompts' tokens [prompts, length - 1], and the greedy tokens behind them."""
+    model = init(config, 0, "float32" if args.smoke else "bfloat16", None if mesh == ONE else mesh)
+    length, new = len(prompts[0]), 3 * args.steps + 1
+    pages = len(prompts) * (-(-(length + new) // config.index_block_size) + 2)
+    engine = Engine(
+        model, pages=pages, max_batch=len(prompts), prefill_chunk=[chunk], steps_per_call=args.steps,
+        max_length=length + new,
+    )  # fmt: skip
+    asked = Params(max_new_tokens=new, sampling=Sampling.greedy(), prompt_logprobs=0, ignore_eos=True)
+    handles = [engine.add(prompt, asked) for prompt in prompts]
+    engine.run()
+    results = [engine.result(handle) for handle in handles]
+    read = [[next(iter(of_token.values())) for of_token in result.prompt_logprobs] for result in results]
+    return np.array(read), [result.tokens for result in results]
+
+
+def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many tokens stand before the first that is another one."""
+    return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
 
 
 # Attention of one sparse layer
