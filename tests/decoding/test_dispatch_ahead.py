@@ -81,6 +81,25 @@ def test_the_next_call_is_launched_before_the_last_one_is_read():
     assert order.count("launch") == order.count("read") == 4
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+def test_rounds_are_launched_ahead_while_a_round_of_one_token_would_not_end_the_request(repeated):
+    """However many tokens they may have: a call that finds the request ended by right proposals does nothing."""
+    answer = alone(0).tokens[:13]
+    tokens = [*LIVES[0][0], *answer] if repeated else LIVES[0][0]  # what comes is looked up in the prompt, or not there
+    served = engine(draft="ngram", draft_tokens=2)
+    order = noted(served)
+    handle = served.add(tokens, params(13))
+    result = served.run()[handle]
+    in_flight = np.cumsum([1 if name == "launch" else -1 for name in order])
+    assert order[0] == "launch" and in_flight[-1] == 0
+    assert all(count == 2 for name, count in zip(order[1:], in_flight[1:], strict=True) if name == "launch"), order
+    assert result.accepted > 0
+    plain = engine(ahead=False)
+    handle = plain.add(tokens, params(13))
+    assert result.tokens == plain.run()[handle].tokens
+    served.check()
+
+
 def test_a_check_reads_the_call_that_is_in_flight():
     """What that call has written counts too, and its tokens are given out by the next round."""
     served = engine()

@@ -332,8 +332,10 @@ class Scheduler:
         if self._flight is None or not self._is_steady():
             return False
         running = self.requests_with_row(is_decoding=True)
-        if all(request.new_remaining <= self.shapes.tokens for request in running):
-            return False  # all may end in the call in flight
+        # Each step, or round, is a token at least. A row with more to come may still end in the call in flight, if its
+        # proposals are right: where all rows do, the next call finds none that is live, and is over at once.
+        if all(request.new_remaining <= self.shapes.steps for request in running):
+            return False  # all end in the call in flight
         try:
             for request in running:
                 self.runner.copy_pages(self.pages.extend(request.page_handle, self._most_tokens(request, calls=2)))
