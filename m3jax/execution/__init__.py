@@ -57,7 +57,7 @@ def execution_of(
       has_cache: whether the calls have a cache.
     """
     if not compute.invariant:
-        # Without a cache, as in training, XLA divides a call as it likes.
+        # Without a cache, as in training, XLA divides a call as it likes, but for the heads of attention.
         return (Divided if compute.is_divided and has_cache else Fast)(compute, has_cache)
     if compute.is_divided:
         return TiledOverMesh(compute, has_cache)
