@@ -1,6 +1,6 @@
 """The protocol by which attention writes and reads the keys of a stack of layers, and the pages of a single call."""
 
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from flax import struct
 from jax.typing import DTypeLike
@@ -121,8 +121,15 @@ class ReadByViews:
 
 @struct.dataclass
 class CallPages(ReadByViews):
-    """The keys of a call without a cache: what a layer writes is there for that layer alone."""
+    """The keys of a call without a cache: what a layer writes is there for that layer alone.
 
+    Attributes:
+      heads: what the layer that runs has written.
+      block_size: P.
+      read_by_kernels: whether kernels may read them. Classes for training, whose attention is XLA's, say no.
+    """
+
+    read_by_kernels: ClassVar[bool] = True
     heads: Heads | None = None
     block_size: int = struct.field(pytree_node=False, default=1)
 

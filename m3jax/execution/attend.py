@@ -132,16 +132,16 @@ def attend_by_heads(
     """Run `attend` for a call without a cache on every device of a mesh, each for its own KV heads.
 
     Rows are divided over the data axis and KV heads over the tensor axis, as far as these divide them; no device needs
-    anything of another. The compiler by itself would gather all heads for a kernel, whose work it cannot divide, and
-    cuDNN refuses queries that are divided in another way than their keys. Where the tensor axis has one device, it does
-    well by itself.
+    anything of another. The compiler cannot divide a kernel's work: on a GPU it would gather all heads for it, on a TPU
+    it refuses to, and cuDNN refuses queries that are divided in another way than their keys. Attention without kernels
+    it divides well, unless heads lie apart.
 
     Args:
       heads, call, rules, values: as of `attend`.
       pages: of the call, which hold nothing before and after it.
       mesh: of the model.
     """
-    if mesh.shape["tensor"] == 1:
+    if mesh.shape["tensor"] == 1 and not pages.read_by_kernels:
         return attend(heads, pages, call, rules, values)
     if values.edited & {"blocks"} or values.asked & {"block_scores"}:  # of all heads, by programs that can be divided
         return attend(heads, pages, call.replace(backend="xla"), rules, values)

@@ -3,6 +3,8 @@
 The same function of the same parameters. Away from a GPU the definitions of m3jax.msa run, row by row.
 """
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -34,6 +36,8 @@ def fuse(model: M3) -> M3:
 @struct.dataclass
 class WholeRows(CallPages):
     """The keys of a call whose rows begin at position 0 and have no padding."""
+
+    read_by_kernels: ClassVar[bool] = False
 
     def select(self, call, index_q, rules):
         """Return the blocks that each query keeps."""

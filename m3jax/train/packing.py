@@ -6,6 +6,7 @@ document is block `first_block + m` of the row. At most P - 1 tokens behind a do
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,8 @@ class PackedPages(CallPages):
     The call's positions are those in the documents, -1 for what is no token; each document begins at position 0, on a
     block boundary of its row. Selected blocks are blocks of the row.
     """
+
+    read_by_kernels: ClassVar[bool] = False
 
     def select(self, call, index_q, rules):
         """Return the blocks of the row that each query keeps of its document."""

@@ -18,6 +18,7 @@ sequences alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax.numpy as jnp
 from einops import rearrange, repeat
@@ -85,6 +86,7 @@ class GroupPages(CallPages):
     sequence, as recorded ones are.
     """
 
+    read_by_kernels: ClassVar[bool] = False
     prompt_slots: int = struct.field(pytree_node=False, default=0)
     answers: int = struct.field(pytree_node=False, default=1)
 

@@ -300,13 +300,13 @@ def kernels_of(jaxpr: Jaxpr, on_each_device: bool = False) -> Iterator[tuple[str
             yield from kernels_of(inner, on_each_device or step.primitive.name == "shard_map")
 
 
-@pytest.mark.parametrize("context", [1, 2])
-def test_kernels_without_a_cache_get_the_heads_of_one_device(context, unchecked):
-    """Over the tensor axis: the compiler would gather all heads for a kernel, and cuDNN refuses what it makes of them.
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 1), (2, 1, 1, 1)])
+def test_kernels_without_a_cache_get_what_one_device_has(sizes, unchecked):
+    """The compiler divides no kernel: it gathers all heads for a GPU's, refuses a TPU's, and cuDNN refuses its parts.
 
     A mesh of GPUs that are not there: the program is traced.
     """
-    mesh = AbstractMesh((1, context, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=H200.abstract_device)
+    mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=H200.abstract_device)
     model = m3_model.abstract(narrow_of_two_layers(), "bfloat16")._computed(mesh=mesh)
     tokens = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
     with on_a_gpu(mesh):
