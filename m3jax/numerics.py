@@ -231,7 +231,11 @@ def merge_two(
 
 
 def merge_over_devices(
-    out: Float[Array, "*X H"], lse: Float[Array, "*X"], mesh_axes: tuple[str, ...], divided: int | None = None
+    out: Float[Array, "*X H"],
+    lse: Float[Array, "*X"],
+    mesh_axes: tuple[str, ...],
+    divided: int | None = None,
+    all_gather: Callable[..., Array] = jax.lax.all_gather,
 ) -> tuple[Float[Array, "*Y H"], Float[Array, "*Y"]]:
     """Merge one part of each device, inside `shard_map`: (out, lse) over the keys of all devices, in out's dtype.
 
@@ -244,6 +248,7 @@ def merge_over_devices(
       mesh_axes: over which the devices lie.
       divided: the axis of X that they divide, so that each gets its own share of the results and is sent no more;
         without it all get all.
+      all_gather: returns an array of each device, given this one's and the axes; for few outputs.
     """
     count = jax.lax.axis_size(mesh_axes)
 
@@ -258,7 +263,7 @@ def merge_over_devices(
         return merge(exchange(out), exchange(lse))
     if out.size * lse.dtype.itemsize * count <= GATHERED_BYTES:
         parts = jnp.concatenate([out.astype(lse.dtype), lse[..., None]], axis=-1)  # [*X H+1]
-        parts = jax.lax.all_gather(parts, mesh_axes)  # [devices *X H+1]
+        parts = all_gather(parts, mesh_axes)  # [devices *X H+1]
         return merge(parts[..., :-1], parts[..., -1])
     over_devices = dict(highest=lambda x: jax.lax.pmax(x, mesh_axes), total=lambda x: jax.lax.psum(x, mesh_axes))
     weight, sum_of_weights, merged_lse = merge_weights(lse, **over_devices)

@@ -54,7 +54,7 @@ class StackedLayer:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("weight",),
-    meta_fields=("partition", "mesh", "least_tokens", "is_ordered"),
+    meta_fields=("partition", "mesh", "least_tokens", "backend", "is_ordered"),
 )
 @dataclass(frozen=True)
 class DividedWeight:
@@ -65,6 +65,7 @@ class DividedWeight:
       partition: the mesh axis that divides each axis `[*inputs *outputs]`, or None.
       mesh: where it lies.
       least_tokens: tokens of a call from which they are divided too (`m3jax.parallel.token_axes`).
+      backend: of the sum of the devices' parts (`m3jax.ops.psum`).
       is_ordered: whether parts of a sum are added in the order of the devices (`m3jax.numerics.sum_over_devices`); only
         where tokens are never divided.
     """
@@ -73,6 +74,7 @@ class DividedWeight:
     partition: tuple[str | None, ...]
     mesh: Any
     least_tokens: int
+    backend: str
     is_ordered: bool = False
 
     @property

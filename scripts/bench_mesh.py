@@ -59,6 +59,7 @@ from m3jax.parallel import AXES, parse_axes, parse_mesh
 from m3jax.planning import hlo, program
 from m3jax.planning.chips import parse_slice
 from m3jax.planning.job import Job
+from m3jax.platform import platform
 
 ONE = "one device"
 COMPARED = 4  # prompts whose log-probabilities are compared
@@ -493,7 +494,9 @@ def attention_of_layer(
         of_tokens, pages = jax.lax.fori_loop(0, times, once, (of_tokens, cache.stacks[0]))
         return cache.replace(stacks=(pages,)), jnp.sum(of_tokens.index_q, dtype=jnp.float32)
 
-    program = jax.jit(repeat, donate_argnums=0, out_shardings=(layout, None))
+    # As an engine compiles it: a step on a GPU is one CUDA graph.
+    options = compiler_options.OPTIONS.get(("decode" if tokens == 1 else "prefill", platform(), "wide"))
+    program = jax.jit(repeat, donate_argnums=0, out_shardings=(layout, None), compiler_options=options)
     held = [cache]
 
     def run(times: int) -> None:

@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
@@ -50,7 +51,12 @@ class Places:
         return cls(jnp.zeros((positions.shape[0], 0), jnp.int32), no_page, no_page)
 
     def on_this_device(
-        self, mesh_axes: tuple[str, ...], num_pages: int, page_size: int, divided: int | None = None
+        self,
+        mesh_axes: tuple[str, ...],
+        num_pages: int,
+        page_size: int,
+        divided: int | None = None,
+        mesh: Mesh | None = None,
     ) -> "Places":
         """Return the part of this device, inside `shard_map`; pages are counted from its first one.
 
@@ -61,13 +67,13 @@ class Places:
           mesh_axes: over which devices divide the pages.
           num_pages: of each device.
           page_size: P.
-          divided: as of `m3jax.msa.share.Share`.
+          divided, mesh: as of `m3jax.msa.share.Share`.
         """
         device, num_devices = jax.lax.axis_index(mesh_axes), jax.lax.axis_size(mesh_axes)
         if num_devices == 1:  # the mesh divides heads, but no pages
             return self
         begins_on = jnp.maximum(self.table[:, 0], 0) // num_pages  # [B]; a row without pages begins anywhere
-        share = Share((device - begins_on) % num_devices, page_size, num_devices, mesh_axes, divided)
+        share = Share((device - begins_on) % num_devices, page_size, num_devices, mesh_axes, divided, mesh)
         padding = ((0, 0), (0, -self.table.shape[1] % num_devices))
         by_turn = jnp.pad(self.table, padding, constant_values=-1).reshape(len(self.table), -1, num_devices)  # [B m n]
         table = jnp.take_along_axis(by_turn, share.first[:, None, None], axis=2)[..., 0]  # [B m]

@@ -95,7 +95,7 @@ def attend_over_mesh(
     def on_each_device(head_arrays, page_arrays, layer, places, positions, lengths, given_blocks):
         heads = jax.tree.unflatten(head_structure, head_arrays)
         pages = jax.tree.unflatten(page_structure, page_arrays)
-        places = places.on_this_device(page_axes, pages.num_pages, pages.page_size, divided)
+        places = places.on_this_device(page_axes, pages.num_pages, pages.page_size, divided, mesh)
         own_call = call.replace(
             layer=layer, places=places, positions=positions, lengths=lengths, given_blocks=given_blocks
         )

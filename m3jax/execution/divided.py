@@ -41,13 +41,13 @@ MATRIX_AXES = {
 }  # fmt: skip
 
 
-def divided_layer(layer: PyTree, mesh: Mesh, least_tokens: int, is_ordered: bool = False) -> PyTree:
+def divided_layer(layer: PyTree, mesh: Mesh, least_tokens: int, backend: str, is_ordered: bool = False) -> PyTree:
     """Return a layer whose matrices say how they lie on a mesh; experts are left as they are.
 
     Args:
       layer: a module with the parameters of one layer.
       mesh: the devices that hold them.
-      least_tokens, is_ordered: as of `m3jax.weights.DividedWeight`.
+      least_tokens, backend, is_ordered: as of `m3jax.weights.DividedWeight`.
     """
 
     def on_mesh(path, parameter):
@@ -55,7 +55,8 @@ def divided_layer(layer: PyTree, mesh: Mesh, least_tokens: int, is_ordered: bool
         if room == "experts" or name not in MATRIX_AXES:
             return parameter
         shape = parameter.stack.shape[1:] if isinstance(parameter, StackedLayer) else parameter.shape
-        return DividedWeight(parameter, tuple(spec(shape, MATRIX_AXES[name], mesh)), mesh, least_tokens, is_ordered)
+        partition = tuple(spec(shape, MATRIX_AXES[name], mesh))
+        return DividedWeight(parameter, partition, mesh, least_tokens, backend, is_ordered)
 
     is_matrix = lambda leaf: isinstance(leaf, MXFP8Array | StackedLayer)
     return jax.tree_util.tree_map_with_path(on_mesh, layer, is_leaf=is_matrix)
@@ -122,7 +123,8 @@ class Divided(Fast):
 
         def on_each_device(experts, shared, x, expert_ids, weights, layer):
             part = self._part_of_sums(tokens, experts, shared, x, expert_ids, weights, layer, activate, scale)
-            return tokens.sum_of_parts(jax.lax.psum(part, tokens.whole) if tokens.whole else part)
+            part = ops.psum(part, tokens.whole, mesh, self.compute.backend) if tokens.whole else part
+            return ops.sum_of_parts(part, tokens, self.compute.backend)
 
         of_matrices = ExpertWeights(up_spec, up_spec, down_spec), [one.specs for one in shared]
         in_specs = (*of_matrices, *[tokens.of_products()] * 3, P())
@@ -201,7 +203,8 @@ class Divided(Fast):
 
     def prepared(self, layer):
         """Return the layer with matrices that say how they lie on the mesh; `experts` knows it of its own."""
-        return divided_layer(layer, self.compute.mesh, measured.DIVIDED_TOKENS[platform()])
+        compute = self.compute
+        return divided_layer(layer, compute.mesh, measured.DIVIDED_TOKENS[platform()], compute.backend)
 
     def _over_mesh(self, fn, in_specs, out_specs):
         return jax.shard_map(fn, mesh=self.compute.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

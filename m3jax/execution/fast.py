@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -121,7 +122,7 @@ class Fast:
             row = tokens - jax.lax.axis_index(table_spec[0]) * len(rows)
             is_held = (row >= 0) & (row < len(rows))
             held = jnp.where(is_held[..., None], rows[jnp.where(is_held, row, 0)], 0)
-            return jax.lax.psum(held, table_spec[0])
+            return ops.psum(held, table_spec[0], mesh, self.compute.backend)
 
         # Left to itself the compiler of a GPU makes a slice of one token's lookup, and gathers the table for it.
         by_row = PartitionSpec(*spec(tokens.shape[:1], ("tokens",), mesh))
@@ -136,13 +137,23 @@ class Fast:
         On a mesh each device multiplies its part of the head. Logits of few tokens then go to every device, so that
         drawing one of them exchanges nothing more.
         """
-        logits, mesh = einsum("...d,vd->...v", hidden, head), self.compute.mesh
-        if not self.compute.is_divided or math.prod(logits.shape[:-1]) >= measured.DIVIDED_TOKENS[platform()]:
-            return logits
-        # Said first: left to itself the compiler gathers the head.
-        by_word = PartitionSpec(*[None] * (logits.ndim - 1), *spec(head.shape[:1], ("logits",), mesh))
-        logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, by_word))
-        return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec()))
+        product, mesh = partial(einsum, "...d,vd->...v"), self.compute.mesh
+        if not self.compute.is_divided or math.prod(hidden.shape[:-1]) >= measured.DIVIDED_TOKENS[platform()]:
+            return product(hidden, head)
+        by_word = spec(head.shape, ("logits", None), mesh)
+
+        def on_each_device(hidden, head):
+            logits = product(hidden, head)  # [... v]
+            if by_word[0] is None:
+                return logits
+            parts = ops.all_gather(logits, by_word[0], mesh, self.compute.backend)  # [devices ... v]
+            return jnp.moveaxis(parts, 0, -2).reshape(*logits.shape[:-1], -1)
+
+        # Left to itself the compiler gathers the head.
+        on_mesh = jax.shard_map(
+            on_each_device, mesh=mesh, in_specs=(PartitionSpec(), by_word), out_specs=PartitionSpec(), check_vma=False
+        )
+        return on_mesh(hidden, head)
 
     def reads_in_place(
         self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike

@@ -44,7 +44,7 @@ class TiledOverMesh(Tiled):
 
     def prepared(self, layer):
         """Return the layer with matrices that say how they lie on the mesh: every device multiplies all tokens."""
-        return divided_layer(layer, self.compute.mesh, least_tokens=sys.maxsize, is_ordered=True)
+        return divided_layer(layer, self.compute.mesh, sys.maxsize, self.compute.backend, is_ordered=True)
 
     def experts(self, x, expert_ids, weights, matrices, activate, shared, scale):
         """Return the sum of each token's experts; each device of the context axis has the same share of every token."""

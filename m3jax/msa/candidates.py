@@ -5,6 +5,7 @@ each, block ids and the keys of their order, and not the scores of all M blocks.
 all devices look at the same candidates and choose alike, and as one device does that has all scores.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -77,13 +78,22 @@ def best_of_share(
     return Candidates(share.in_rows(chosen.astype(jnp.int32)), best)
 
 
-def join_over_devices(candidates: Candidates, top_k: int, axes: tuple[str, ...]) -> Int[Array, "*X J"]:
-    """Compute `join_candidates` inside `shard_map`, of one part of each device along some mesh axes."""
+def join_over_devices(
+    candidates: Candidates, top_k: int, axes: tuple[str, ...], all_gather: Callable[..., Array] = jax.lax.all_gather
+) -> Int[Array, "*X J"]:
+    """Compute `join_candidates` inside `shard_map`, of one part of each device along some mesh axes.
+
+    Args:
+      candidates: this device's.
+      top_k: J.
+      axes: of the mesh.
+      all_gather: returns an array of each device, given this one's and the axes.
+    """
     blocks, keys = candidates
     if keys.dtype.itemsize == blocks.dtype.itemsize:  # in one exchange, keys as the integers that have their bits
         packed = jnp.stack([blocks, jax.lax.bitcast_convert_type(keys, blocks.dtype)])  # [2 *X C]
-        gathered = jax.lax.all_gather(packed, axes)  # [devices 2 *X C]
+        gathered = all_gather(packed, axes)  # [devices 2 *X C]
         blocks, keys = gathered[:, 0], jax.lax.bitcast_convert_type(gathered[:, 1], keys.dtype)
     else:
-        blocks, keys = (jax.lax.all_gather(x, axes) for x in candidates)  # [devices *X C]
+        blocks, keys = (all_gather(x, axes) for x in candidates)  # [devices *X C]
     return join_candidates(Candidates(blocks, keys), top_k)

@@ -9,6 +9,7 @@ a share as they compute a whole row, and what they make of the shares is joined:
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 
@@ -23,6 +24,7 @@ class Share:
       axes: the mesh axes over which the n devices lie.
       divided: the axis of attention's [B T ...] that the n devices divide, so that each gets outputs of its own tokens;
         None where each gets all.
+      mesh: of the devices; None where nobody asks which these are.
     """
 
     first: Int[Array, " B"]
@@ -30,6 +32,7 @@ class Share:
     num_devices: int = struct.field(pytree_node=False)
     axes: tuple[str, ...] = struct.field(pytree_node=False)
     divided: int | None = struct.field(pytree_node=False, default=None)
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     def held(self, blocks: Int[Array, "B K T J"]) -> Int[Array, "B K T J"]:
         """Return blocks of rows by this device's numbers; -1 for one that it does not hold, and where there is none."""

@@ -5,7 +5,8 @@ Nothing else imports `pallas_kernels`. What an operation means stands in `m3jax.
 
 from m3jax.ops.attend import attend_all, attend_selected, check_schedule
 from m3jax.ops.backends import BACKENDS, check_backend, check_backend_name, choose, interpret
-from m3jax.ops.cases import OrderedCase, ProductCase
+from m3jax.ops.cases import OrderedCase, PeersCase, ProductCase
+from m3jax.ops.collectives import all_gather, psum, sum_of_parts
 from m3jax.ops.experts import EXPERT_PATHS, experts_case, joins_shared, run_experts, sums_in_tiles
 from m3jax.ops.few_tokens import add_norm, choose_experts
 from m3jax.ops.insert import Heads, insert, insert_backend
@@ -18,8 +19,10 @@ __all__ = [
     "EXPERT_PATHS",
     "Heads",
     "OrderedCase",
+    "PeersCase",
     "ProductCase",
     "add_norm",
+    "all_gather",
     "attend_all",
     "attend_selected",
     "check_backend",
@@ -35,8 +38,10 @@ __all__ = [
     "norm_rope_in_order",
     "project",
     "project_each",
+    "psum",
     "run_experts",
     "select",
+    "sum_of_parts",
     "sums_in_tiles",
     "unembed_in_order",
 ]

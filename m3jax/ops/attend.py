@@ -12,6 +12,7 @@ from m3jax.numerics import merge_over_devices
 from m3jax.ops import measured
 from m3jax.ops.backends import choose, interpreted
 from m3jax.ops.cases import PagesCase
+from m3jax.ops.collectives import all_gather
 from m3jax.ops.kernel_pages import kernel_pages
 from m3jax.ops.lanes import attend_in_lanes
 
@@ -140,7 +141,10 @@ def _attend(
         forward = by_xla if chosen == "xla" else partial(_by_kernel, case, chosen)
         out, lse = _with_gradient(forward, gradient_of, q, view, *rows)
     share = view.share
-    return (out, lse) if share is None else merge_over_devices(out, lse, share.axes, share.divided)
+    if share is None:
+        return out, lse
+    gather = partial(all_gather, mesh=share.mesh, backend=chosen)
+    return merge_over_devices(out, lse, share.axes, share.divided, gather)
 
 
 def _by_kernel(

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -322,6 +324,47 @@ class OrderedCase:
         powers = (rotated // 2, *([head_width - rotated] if head_width > rotated else []))
         is_power = all(n > 0 and n & (n - 1) == 0 for n in powers)
         return None if is_power else f"{rotated} of {head_width} dims are rotated (it has powers of two)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeersCase:
+    """An exchange between the devices along some axes of a mesh, each of which has an array.
+
+    Attributes:
+      result: as of `pallas_kernels.read_peers`.
+      dtype: of the array.
+      size: its numbers.
+      axes: of the mesh.
+      mesh: the devices; None where they are not known.
+    """
+
+    result: str
+    dtype: DTypeLike
+    size: int
+    axes: tuple[str, ...]
+    mesh: Mesh | None
+
+    op, is_named = "exchange", False
+
+    def why_not(self, backend: str) -> str | None:
+        """Return why a backend's kernel does not run it; None if it does."""
+        if backend != "mosaic_gpu" or interpreted():
+            return "only Mosaic has a kernel, and no interpret mode"
+        if not isinstance(self.mesh, Mesh) or (count := prod(self.mesh.shape[axis] for axis in self.axes)) == 1:
+            return "no other device is known"
+        first, ids = self.mesh.devices.flat[0], self.mesh.device_ids.ravel().tolist()
+        if compute_capability() != _HOPPER or first.device_kind not in measured.NVLINK_GPUS:
+            return f"it was measured on {' and '.join(measured.NVLINK_GPUS)}, and this is a {first.device_kind}"
+        if ids != list(range(len(ids))) or jax.process_count() > 1:
+            return "it reaches the devices of one process, in the order of their ids from 0 on"
+        itemsize, most = jnp.dtype(self.dtype).itemsize, measured.PEERS_BYTES
+        if itemsize not in (2, 4):
+            return f"numbers in {self.dtype} (it has 16 or 32 bits)"
+        if self.result == "part of sum" and itemsize == 2:
+            return f"parts of sums in {self.dtype}, for which XLA was faster"
+        # Of a sum every device reads all arrays; of parts and of a part of a sum no byte is read twice.
+        received = itemsize * self.size * (count - 1 if self.result == "sum" else 1)
+        return f"{received} bytes for each device, and XLA may be faster from {most} on" if received > most else None
 
 
 def _why_not_hopper(dtype: DTypeLike) -> str | None:

@@ -13,6 +13,7 @@ from m3jax.numerics import einsum, sum_over_devices
 from m3jax.ops import measured
 from m3jax.ops.backends import interpreted, kernels_here
 from m3jax.ops.cases import ProductCase
+from m3jax.ops.collectives import sum_of_parts
 from m3jax.ops.ordered import products_in_order
 from m3jax.parallel import token_axes
 from m3jax.platform import platform
@@ -93,7 +94,7 @@ def _over_mesh(
     mesh, is_summed = weights[0].mesh, weights[0].is_summed
     tokens = token_axes(x.shape[:-1], mesh, weights[0].least_tokens)
     in_order = partial(sum_over_devices, mesh_axes=weights[0].partition[0])
-    add_parts = in_order if weights[0].is_ordered else tokens.sum_of_parts
+    add_parts = in_order if weights[0].is_ordered else partial(sum_of_parts, tokens=tokens, backend=weights[0].backend)
 
     def on_each_device(x, parts):
         products = project_each(spec, x, parts, num_detached)

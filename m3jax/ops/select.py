@@ -1,6 +1,7 @@
 """Selection: the blocks that each query keeps."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from m3jax.msa.share import Share
 from m3jax.msa.views import ContiguousIndex, PagedIndex
 from m3jax.ops.backends import choose, interpreted
 from m3jax.ops.cases import PagesCase
+from m3jax.ops.collectives import all_gather
 from m3jax.ops.kernel_pages import kernel_pages
 from m3jax.ops.lanes import select_in_lanes
 
@@ -60,7 +62,8 @@ def select(
         from pallas_kernels.index_topk import index_topk as kernel
     if view.share is not None:
         candidates = _candidates(kernel, index_q, keys, positions, lengths, rules, view.share, chosen)
-        return join_over_devices(candidates, rules.top_k, view.share.axes)
+        gather = partial(all_gather, mesh=view.share.mesh, backend=chosen)
+        return join_over_devices(candidates, rules.top_k, view.share.axes, gather)
     forced = dict(local_blocks=rules.local_blocks, init_blocks=rules.init_blocks)
     options = dict(top_k=rules.top_k, **forced, interpret=interpreted(), backend=chosen)
     return kernel(index_q, keys, positions, lengths, **options)

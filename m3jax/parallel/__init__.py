@@ -3,12 +3,13 @@
 from m3jax.parallel.mesh import AXES, as_mesh, make_mesh, parse_axes, parse_mesh
 from m3jax.parallel.place import put, read, whole
 from m3jax.parallel.rules import PAGE_AXES, RULES, sharding, spec
-from m3jax.parallel.tokens import TokenAxes, token_axes
+from m3jax.parallel.tokens import TENSOR, TokenAxes, token_axes
 
 __all__ = [
     "AXES",
     "PAGE_AXES",
     "RULES",
+    "TENSOR",
     "TokenAxes",
     "as_mesh",
     "make_mesh",

@@ -3,9 +3,7 @@
 import math
 from dataclasses import dataclass
 
-import jax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float
 
 from m3jax.parallel.rules import PAGE_AXES
 
@@ -52,18 +50,6 @@ class TokenAxes:
         leading = [None] * self.num_leading
         leading[self.dim] = axes or None
         return PartitionSpec(*leading, *channels)
-
-    def sum_of_parts(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return the sum of the tensor axis's parts of each token, on a device: of its tokens of the stream.
-
-        Args:
-          x: this device's part of the sums of its tokens in a product.
-        """
-        if self.mesh.shape[TENSOR] == 1:
-            return x
-        if self.is_scattered:
-            return jax.lax.psum_scatter(x, TENSOR, scatter_dimension=self.dim, tiled=True)
-        return jax.lax.psum(x, TENSOR)
 
 
 def token_axes(shape: tuple[int, ...], mesh: Mesh, least: int) -> TokenAxes:

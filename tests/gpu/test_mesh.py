@@ -4,10 +4,13 @@ That each mesh computes what one GPU does, with kernels and with XLA's programs,
 """
 
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
+from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,7 @@ from m3jax.decoding import Engine, Generation, Params, Sampling
 from m3jax.execution.exchange import EXCHANGES
 from m3jax.model import M3
 from m3jax.parallel import parse_mesh
+from pallas_kernels.read_peers import Result, read_peers
 
 MESHES = ("data=2", "tensor=2", "expert=2", "context=2")
 PROMPTS = (3000, 1300, 700, 65)  # more than a selection keeps, and less than a block
@@ -72,6 +76,50 @@ def test_rows_are_brought_to_their_devices_and_back(way, seed):
     expected = rows[:, None] * is_sent[..., None] * np.arange(2, count + 2).astype(rows.dtype)[:, None]
     np.testing.assert_array_equal(np.asarray(back, np.float32), expected.astype(np.float32))
     assert not lacks_room.any()
+
+
+EXCHANGED = [  # numbers of a device's array: of one tile and less, with a rest, and of more tiles than programs
+    ((1, 6144), "float32"), ((3, 1, 6144), "bfloat16"), ((2, 4, 17), "int32"), ((2,), "float32"),
+    ((66, 129), "float16"), ((130, 2048), "float32"), ((998, 6144), "bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "dtype"), EXCHANGED)
+@pytest.mark.parametrize("result", get_args(Result))
+def test_what_a_kernel_reads_of_other_devices_is_what_xla_exchanges(result, shape, dtype, seed):
+    """Thirty exchanges one after the other, each of arrays that the one before has changed and written over.
+
+    Of four devices and more the mesh has two axes, and both and one of them are read along.
+    """
+    count = jax.device_count()
+    sizes = (2, count // 2) if count > 2 and count % 2 == 0 else (1, count)
+    mesh = Mesh(np.reshape(jax.devices(), sizes), ("a", "b"))
+    by_xla = {
+        "parts": jax.lax.all_gather,
+        "sum": jax.lax.psum,
+        "part of sum": partial(jax.lax.psum_scatter, scatter_dimension=0, tiled=True),
+    }[result]
+    x = jnp.asarray(np.random.default_rng(seed).integers(-50, 50, (count * shape[0], *shape[1:])), dtype)
+
+    def exchanged(how, axes):
+        """Whole numbers, of whose sums nothing is rounded off; each turn's array depends on what was received."""
+
+        def turn(_, carry):
+            x, seen = carry
+            received = how(x, axes)
+            return (x * 3 + jnp.sum(received).astype(x.dtype)) % 41 - 20, seen + received
+
+        def on_each_device(x):
+            return jax.lax.fori_loop(0, 30, turn, (x, jnp.zeros_like(how(x, axes))))[1][None]
+
+        run = jax.shard_map(on_each_device, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b")), check_vma=False)
+        return np.asarray(jax.jit(run)(x), np.float64)
+
+    for axes in (("a", "b"), ("b",)):
+        if shape[0] % math.prod(mesh.shape[axis] for axis in axes) and result == "part of sum":
+            continue
+        kernel = partial(read_peers, result=result, backend="mosaic_gpu")
+        np.testing.assert_array_equal(exchanged(kernel, axes), exchanged(by_xla, axes))
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -92,7 +92,10 @@ def default_config(dtype: jax.typing.DTypeLike, widths: tuple[int, int], num_pai
     if any(width % 128 for width in widths):
         return Config(Piece(64, 64, 4, 4), Piece(64, 64, 4, 4))
     if 1 < num_pairs <= 8:
-        return Config(Piece(128, 32, 4, 5), Piece(128, 32, 4, 5))
+        # A device's part of an expert has fewer columns: in narrower pieces there are enough programs for all of a GPU.
+        programs = num_pairs * (widths[1] // 128)
+        narrow = Piece(64, 32, 4, 8) if programs >= 48 else Piece(64, 128, 4, 4)
+        return Config(Piece(128, 32, 4, 5) if programs >= 96 else narrow, Piece(128, 32, 4, 5))
     return Config(Piece(64, 128, 4, 4), Piece(128, 64, 8, 5))
 
 
