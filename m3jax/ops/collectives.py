@@ -1,7 +1,8 @@
-"""What devices of a mesh send each other in a layer, inside `jax.shard_map`: XLA's collectives, or a kernel.
+"""Exchanges between the devices of a mesh in a layer, inside `jax.shard_map`: XLA's collectives, or a kernel.
 
-The kernel is for few numbers between GPUs of one host, as those of a decode step. What makes it faster is that a CUDA
-graph can hold it: XLA's own collectives end the graph, and a step is launched from the host in pieces.
+The kernel is for GPUs of one host. A CUDA graph can hold it: XLA's own collectives end the graph, and a decode step is
+then launched from the host in pieces. Nothing may be exchanged beside it: it runs where each exchange of a layer needs
+the one before.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Shaped
 
 from m3jax.ops.backends import kernels_here
-from m3jax.ops.cases import PeersCase
+from m3jax.ops.cases import PagesCase, PeersCase
 from m3jax.parallel import TENSOR, TokenAxes
 
 
@@ -67,6 +68,20 @@ def sum_of_parts(x: Float[Array, "..."], tokens: TokenAxes, backend: str) -> Flo
     single = x.shape[: tokens.dim]  # of a batch that has several rows the rows are divided, else this is 1
     own = psum_scatter(x.reshape(x.shape[tokens.dim :]), TENSOR, tokens.mesh, backend)
     return own.reshape(*single, *own.shape)
+
+
+def exchange_backend(case: PagesCase, backend: str) -> str:
+    """Return the backend of the exchanges of an operation over pages: XLA's in a prefill.
+
+    There a gather of queries by XLA may be under way, which the exchange of candidates does not wait for. Of such pairs
+    one in some dozen came to a stop (two H100s, jax 0.11.2, 27 November 2026). All other exchanges of a layer wait for
+    each other, whatever computes them.
+
+    Args:
+      case: the operation.
+      backend: that computes it.
+    """
+    return backend if case.is_decode else "xla"
 
 
 def _exchange(

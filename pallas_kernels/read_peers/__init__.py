@@ -24,8 +24,8 @@ def read_peers(
     These are `jax.lax.all_gather`, `psum`, and `psum_scatter` over the first axis, in one kernel that a CUDA graph can
     hold. Sums are added up in the order of the devices: all of them get the same bits.
 
-    Two calls must not run at the same time on a device: either the second needs what the first returns, or the program
-    runs one operation after the other.
+    No other exchange may run beside it, be it a call of this or one of XLA's collectives: of two in a program one must
+    need what the other returns. Else devices may wait for each other for ever.
 
     Args:
       x: this device's array, of the same shape on all; numbers of 16 or 32 bits.

@@ -15,7 +15,9 @@ from support import drafts, tiny
 
 from m3jax import ops
 from m3jax.decoding import Eagle3Drafter, Engine
-from m3jax.ops import PeersCase, cases, measured
+from m3jax.msa.views import contiguous
+from m3jax.ops import PeersCase, cases, collectives, measured
+from m3jax.ops.attend import attend_case
 from m3jax.parallel import parse_mesh
 
 COLLECTIVES = {"psum", "psum_invariant", "reduce_scatter", "all_gather", "all_to_all", "pmax", "ppermute"}
@@ -87,11 +89,11 @@ CONFIG = tiny.config("dM")
 MESHES = ["tensor=2", "expert=2", "context=2", "data=2,context=2,tensor=2"]
 
 
-def traced(mesh: str, has_draft: bool) -> Chain:
+def traced(mesh: str, has_draft: bool = False, max_batch: int = 2) -> Chain:
     """The exchanges of an engine's step, or of a round with a draft of its own layers, as kernels compute it."""
     model = tiny.model(CONFIG, mesh=parse_mesh(mesh)).with_backend("triton")
     settings = dict(draft=Eagle3Drafter(drafts.draft()), draft_tokens=2) if has_draft else {}
-    engine = Engine(model, pages=16, max_batch=2, prefill_chunk=16, steps_per_call=2, max_length=32, **settings)
+    engine = Engine(model, pages=16, max_batch=max_batch, prefill_chunk=16, steps_per_call=2, max_length=32, **settings)
     call = engine._runner._decode_call(2, {})
     with ops.interpret():
         jaxpr = call.func.trace(*call.args, **call.keywords).jaxpr.jaxpr
@@ -124,8 +126,17 @@ def test_every_exchange_of_a_step_can_be_a_kernel(mesh, unchecked):
 
     can_run = mock.patch.object(PeersCase, "why_not", lambda case, backend: None)
     with can_run, mock.patch("pallas_kernels.read_peers.read_peers", read):
-        assert traced(mesh, has_draft=False).names == []
+        assert traced(mesh, max_batch=4).names == []  # other shapes than above, whose layers are not traced again
     assert {"parts", "sum"} == set(kernels)
+
+
+def test_queries_of_a_prompt_are_exchanged_by_xla(unchecked):
+    """XLA gathers queries meanwhile, and two exchanges at once can stop all devices; one of a step is a kernel's."""
+    view = contiguous(jnp.zeros((1, 32, 4, 16)), jnp.zeros((1, 32, 4, 16)), 8)
+    for num_queries, expected in ((1, "triton"), (16, "triton"), (17, "xla"), (256, "xla")):
+        case = attend_case("sparse", jnp.zeros((1, num_queries, 8, 16)), view, slots=2)
+        assert collectives.exchange_backend(case, "triton") == expected
+        assert collectives.exchange_backend(case, "xla") == "xla"
 
 
 CARD = SimpleNamespace(device_kind="NVIDIA H200", process_index=0, platform="gpu")
@@ -151,6 +162,8 @@ def mesh_of(ids: list[int], **shape: int) -> Mesh:
         (dict(mesh=mesh_of([2, 3], context=1, tensor=2)), "order of their ids from 0 on"),
         (dict(mesh=mesh_of([1, 0], context=1, tensor=2)), "order of their ids from 0 on"),
         (dict(dtype=jnp.float8_e4m3fn), "16 or 32 bits"),
+        (dict(dtype=jnp.bfloat16), None),
+        (dict(dtype=jnp.bfloat16, result="part of sum"), "XLA was faster"),
         (dict(size=1 << 28), None),
         (dict(size=1 + (1 << 28)), "1073741828 bytes"),
         (dict(size=1 << 28, mesh=mesh_of([0, 1, 2], context=1, tensor=3)), "2147483648 bytes"),
