@@ -143,7 +143,7 @@ def _attend(
     share = view.share
     if share is None:
         return out, lse
-    gather = partial(all_gather, mesh=share.mesh, backend=exchange_backend(case, chosen))
+    gather = partial(all_gather, mesh=share.mesh, backend=exchange_backend(len(q) * q.shape[1], chosen))
     return merge_over_devices(out, lse, share.axes, share.divided, gather)
 
 

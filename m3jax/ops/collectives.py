@@ -5,7 +5,9 @@ then launched from the host in pieces. Nothing may be exchanged beside it: it ru
 the one before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 
 import jax
@@ -13,9 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Shaped
 
+from m3jax.ops import measured
 from m3jax.ops.backends import kernels_here
-from m3jax.ops.cases import PagesCase, PeersCase
+from m3jax.ops.cases import PeersCase
 from m3jax.parallel import TENSOR, TokenAxes
+from m3jax.platform import platform
+
+_by_xla: ContextVar[bool] = ContextVar("by_xla", default=False)
 
 
 def psum(x: Shaped[Array, "*X"], axes: str | tuple[str, ...], mesh: Mesh | None, backend: str) -> Shaped[Array, "*X"]:
@@ -70,18 +76,27 @@ def sum_of_parts(x: Float[Array, "..."], tokens: TokenAxes, backend: str) -> Flo
     return own.reshape(*single, *own.shape)
 
 
-def exchange_backend(case: PagesCase, backend: str) -> str:
-    """Return the backend of the exchanges of an operation over pages: XLA's in a prefill.
+def exchange_backend(num_tokens: int, backend: str) -> str:
+    """Return the backend of an exchange of candidates, or of parts of outputs, of a call's tokens: XLA's for many.
 
-    There a gather of queries by XLA may be under way, which the exchange of candidates does not wait for. Of such pairs
-    one in some dozen came to a stop (two H100s, jax 0.11.2, 27 November 2026). All other exchanges of a layer wait for
-    each other, whatever computes them.
+    Many tokens are divided, and XLA gathers their queries; the exchange of candidates does not wait for that. With both
+    at once a prompt over context=2 came to a stop (two H100s, jax 0.11.2, 27 November 2026).
 
     Args:
-      case: the operation.
-      backend: that computes it.
+      num_tokens: of the call.
+      backend: that computes the operation.
     """
-    return backend if case.is_decode else "xla"
+    return "xla" if num_tokens >= measured.DIVIDED_TOKENS[platform()] else backend
+
+
+@contextmanager
+def exchanged_by_xla() -> Iterator[None]:
+    """Have whatever is traced inside exchange by XLA's collectives, where others of these may be under way."""
+    token = _by_xla.set(True)
+    try:
+        yield
+    finally:
+        _by_xla.reset(token)
 
 
 def _exchange(
@@ -95,7 +110,7 @@ def _exchange(
     """Return what one of XLA's collectives does, by a kernel where there is one."""
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     case = PeersCase(result=result, dtype=x.dtype, size=x.size, axes=axes, mesh=mesh)
-    if kernels_here(backend) != "triton" or case.why_not("mosaic_gpu"):
+    if _by_xla.get() or kernels_here(backend) != "triton" or case.why_not("mosaic_gpu"):
         return by_xla(x, axes)
     from pallas_kernels.gradient import with_gradient
     from pallas_kernels.read_peers import read_peers

@@ -62,7 +62,9 @@ def select(
         from pallas_kernels.index_topk import index_topk as kernel
     if view.share is not None:
         candidates = _candidates(kernel, index_q, keys, positions, lengths, rules, view.share, chosen)
-        gather = partial(all_gather, mesh=view.share.mesh, backend=exchange_backend(case, chosen))
+        gather = partial(
+            all_gather, mesh=view.share.mesh, backend=exchange_backend(len(index_q) * index_q.shape[1], chosen)
+        )
         return join_over_devices(candidates, rules.top_k, view.share.axes, gather)
     forced = dict(local_blocks=rules.local_blocks, init_blocks=rules.init_blocks)
     options = dict(top_k=rules.top_k, **forced, interpret=interpreted(), backend=chosen)

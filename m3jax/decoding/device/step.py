@@ -61,6 +61,7 @@ from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.steering import Steering
 from m3jax.decoding.support import record_draws
 from m3jax.model import join_features
+from m3jax.ops import exchanged_by_xla
 from m3jax.platform import platform
 from m3jax.tiles import LOGITS_TILE, by_tiles
 
@@ -150,19 +151,20 @@ def prefill(
     # Where the host waits for a condition, it could prepare the next chunk only when this one is through. The invariant
     # mode has prompts and steps draw in the same way.
     cond = compute_both if platform() == "gpu" and not is_invariant(model) else lax.cond
-    drawn, of_draws = draw_token(
-        model,
-        last_hidden,
-        continuations.sampling,
-        continuations.context(continuations.is_edited(masks), masks),
-        chunk.lengths,
-        continuations.top_logprobs > 0,
-        num_top,
-        cond,
-        records,
-    )
+    with exchanged_by_xla():  # of the prompts' other tokens something may be under way
+        drawn, of_draws = draw_token(
+            model,
+            last_hidden,
+            continuations.sampling,
+            continuations.context(continuations.is_edited(masks), masks),
+            chunk.lengths,
+            continuations.top_logprobs > 0,
+            num_top,
+            cond,
+            records,
+        )
+        scores = None if chunk.targets is None else score_tokens(model, hidden, chunk.targets, num_top)
     choices |= of_draws
-    scores = None if chunk.targets is None else score_tokens(model, hidden, chunk.targets, num_top)
     token, memory = drawn.tokens, None
     if drafter is not None:
         cache, memory = drafter.read_prompt(
