@@ -5,9 +5,7 @@ then launched from the host in pieces. Nothing may be exchanged beside it: it ru
 the one before.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -18,10 +16,8 @@ from jaxtyping import Array, Float, Shaped
 from m3jax.ops import measured
 from m3jax.ops.backends import kernels_here
 from m3jax.ops.cases import PeersCase
-from m3jax.parallel import TENSOR, TokenAxes
+from m3jax.parallel import TENSOR, TokenAxes, is_exchanged_by_xla
 from m3jax.platform import platform
-
-_by_xla: ContextVar[bool] = ContextVar("by_xla", default=False)
 
 
 def psum(x: Shaped[Array, "*X"], axes: str | tuple[str, ...], mesh: Mesh | None, backend: str) -> Shaped[Array, "*X"]:
@@ -89,16 +85,6 @@ def exchange_backend(num_tokens: int, backend: str) -> str:
     return "xla" if num_tokens >= measured.DIVIDED_TOKENS[platform()] else backend
 
 
-@contextmanager
-def exchanged_by_xla() -> Iterator[None]:
-    """Have whatever is traced inside exchange by XLA's collectives, where others of these may be under way."""
-    token = _by_xla.set(True)
-    try:
-        yield
-    finally:
-        _by_xla.reset(token)
-
-
 def _exchange(
     x: Shaped[Array, "*X"],
     axes: str | tuple[str, ...],
@@ -110,7 +96,7 @@ def _exchange(
     """Return what one of XLA's collectives does, by a kernel where there is one."""
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     case = PeersCase(result=result, dtype=x.dtype, size=x.size, axes=axes, mesh=mesh)
-    if _by_xla.get() or kernels_here(backend) != "triton" or case.why_not("mosaic_gpu"):
+    if is_exchanged_by_xla() or kernels_here(backend) != "triton" or case.why_not("mosaic_gpu"):
         return by_xla(x, axes)
     from pallas_kernels.gradient import with_gradient
     from pallas_kernels.read_peers import read_peers

@@ -75,17 +75,18 @@ MEASURED = tuple(
 # Whole prompts of 60,064 tokens, in chunks of 8,192 and then 2,048: no share is made from these.
 PROMPT_SECONDS = {"dequantize": 0.596, "mxfp8": 0.596}
 # How many times as fast two cards were as one in the same run, over 60,064 tokens: mesh, program, rows or tokens.
-# Source: docs/performance.md, "Several GPUs": two H200s with NVLink, bfloat16, jax 0.11.2.
+# Source: docs/performance.md, "Several GPUs": two H100s (steps of tensor and expert, prompts of tensor) or H200s with
+# NVLink, bfloat16, jax 0.11.2.
 _TWO = "h200", _DATE
 SPEEDUPS = {
-    ("tensor", "decode", 1): 1.09,
-    ("tensor", "decode", 16): 1.54,
-    ("tensor", "prefill", 8192): 1.42,
-    ("expert", "decode", 1): 0.92,
-    ("expert", "decode", 16): 1.38,
+    ("tensor", "decode", 1): 1.59,
+    ("tensor", "decode", 16): 1.83,
+    ("tensor", "prefill", 8192): 1.52,
+    ("expert", "decode", 1): 1.20,
+    ("expert", "decode", 16): 1.63,
     ("expert", "prefill", 8192): 1.46,
-    ("context", "decode", 1): 0.94,
-    ("context", "decode", 16): 1.33,
+    ("context", "decode", 1): 1.16,
+    ("context", "decode", 16): 1.49,
     ("context", "prefill", 8192): 1.48,
 }
 _KIND = {"gpu": "h200"}  # the card whose shares are taken for all of a kind

@@ -16,7 +16,7 @@ from support import drafts, tiny
 from m3jax import ops
 from m3jax.decoding import Eagle3Drafter, Engine
 from m3jax.ops import PeersCase, cases, collectives, measured
-from m3jax.parallel import parse_mesh
+from m3jax.parallel import exchanged_by_xla, parse_mesh
 
 COLLECTIVES = {"psum", "psum_invariant", "reduce_scatter", "all_gather", "all_to_all", "pmax", "ppermute"}
 
@@ -133,6 +133,24 @@ def test_what_many_tokens_exchange_is_xla_s():
     for num_tokens, expected in ((1, "triton"), (15, "triton"), (16, "xla"), (8192, "xla")):
         assert collectives.exchange_backend(num_tokens, "triton") == expected
         assert collectives.exchange_backend(num_tokens, "xla") == "xla"
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_a_part_of_a_program_can_keep_to_xla():
+    """As a prompt's logits: of its other tokens something may be under way."""
+
+    def total(x):
+        inside = collectives.psum(x, "tensor", mesh, "auto")
+        with exchanged_by_xla():
+            return inside + collectives.psum(x, "tensor", mesh, "auto")
+
+    mesh, kernels = parse_mesh("tensor=2"), mock.Mock(side_effect=lambda x, axes, result, *, backend: x)
+    over_mesh = jax.shard_map(total, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    can_run = mock.patch.object(PeersCase, "why_not", lambda case, backend: None)
+    with can_run, mock.patch("pallas_kernels.read_peers.read_peers", kernels), ops.interpret():
+        found = Chain()
+        found.walk(jax.make_jaxpr(over_mesh)(jnp.ones(2)).jaxpr, [frozenset()])
+    assert found.names == ["psum"] and kernels.call_count == 1
 
 
 CARD = SimpleNamespace(device_kind="NVIDIA H200", process_index=0, platform="gpu")

@@ -61,7 +61,7 @@ from m3jax.decoding.speculation.drafter import Drafter
 from m3jax.decoding.steering import Steering
 from m3jax.decoding.support import record_draws
 from m3jax.model import join_features
-from m3jax.ops import exchanged_by_xla
+from m3jax.parallel import exchanged_by_xla
 from m3jax.platform import platform
 from m3jax.tiles import LOGITS_TILE, by_tiles
 
