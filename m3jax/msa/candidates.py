@@ -41,13 +41,15 @@ def join_candidates(candidates: Candidates, top_k: int) -> Int[Array, "*X J"]:
     """
     blocks, keys = (jnp.moveaxis(x, 0, -2) for x in candidates)  # [*X devices C]
     blocks, keys = (x.reshape(*x.shape[:-2], -1) for x in (blocks, keys))  # [*X devices*C]
-    # Higher keys first, for a sort -0 equals +0; of equal ones the lower id, whichever device names it (T28).
-    order, blocks = jax.lax.sort((-keys, blocks), num_keys=2)
-    behind_all = jnp.iinfo(blocks.dtype).max
-    kept = jnp.where(jnp.isposinf(order), behind_all, blocks)[..., :top_k]
-    padding = [(0, 0)] * (kept.ndim - 1) + [(0, top_k - kept.shape[-1])]
-    kept = jnp.pad(jnp.sort(kept, axis=-1), padding, constant_values=behind_all)
-    return jnp.where(kept < behind_all, kept, -1)
+    # Candidates are few: each counts those before it, in fewer and shorter kernels than a sort is on a GPU.
+    is_lower = blocks[..., None, :] < blocks[..., :, None]  # [*X C C]; the second one's id beside the first one's
+    other_key, own_key = keys[..., None, :], keys[..., :, None]
+    # Higher keys first, of equal ones the lower id, whichever device names it (T28).
+    rank = jnp.sum((other_key > own_key) | ((other_key == own_key) & is_lower), axis=-1)
+    is_kept = (rank < top_k) & ~jnp.isneginf(keys)
+    slot = jnp.where(is_kept, jnp.sum(is_kept[..., None, :] & is_lower, axis=-1), -1)  # by ascending ids
+    is_in_slot = slot[..., None, :] == jnp.arange(top_k)[:, None]  # [*X J C]
+    return jnp.max(jnp.where(is_in_slot, blocks[..., None, :], -1), axis=-1)
 
 
 def best_of_share(
