@@ -122,7 +122,8 @@ class Fast:
             row = tokens - jax.lax.axis_index(table_spec[0]) * len(rows)
             is_held = (row >= 0) & (row < len(rows))
             held = jnp.where(is_held[..., None], rows[jnp.where(is_held, row, 0)], 0)
-            return ops.psum(held, table_spec[0], mesh, self.compute.backend)
+            backend = ops.exchange_backend(tokens.size, self.compute.backend)
+            return ops.psum(held, table_spec[0], mesh, backend)
 
         # Left to itself the compiler of a GPU makes a slice of one token's lookup, and gathers the table for it.
         by_row = PartitionSpec(*spec(tokens.shape[:1], ("tokens",), mesh))

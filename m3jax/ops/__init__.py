@@ -6,7 +6,7 @@ Nothing else imports `pallas_kernels`. What an operation means stands in `m3jax.
 from m3jax.ops.attend import attend_all, attend_selected, check_schedule
 from m3jax.ops.backends import BACKENDS, check_backend, check_backend_name, choose, interpret
 from m3jax.ops.cases import OrderedCase, PeersCase, ProductCase
-from m3jax.ops.collectives import all_gather, psum, sum_of_parts
+from m3jax.ops.collectives import all_gather, exchange_backend, psum, sum_of_parts
 from m3jax.ops.experts import EXPERT_PATHS, experts_case, joins_shared, run_experts, sums_in_tiles
 from m3jax.ops.few_tokens import add_norm, choose_experts
 from m3jax.ops.insert import Heads, insert, insert_backend
@@ -30,6 +30,7 @@ __all__ = [
     "check_schedule",
     "choose",
     "choose_experts",
+    "exchange_backend",
     "experts_case",
     "insert",
     "insert_backend",

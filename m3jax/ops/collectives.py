@@ -73,7 +73,7 @@ def sum_of_parts(x: Float[Array, "..."], tokens: TokenAxes, backend: str) -> Flo
 
 
 def exchange_backend(num_tokens: int, backend: str) -> str:
-    """Return the backend of an exchange of candidates, or of parts of outputs, of a call's tokens: XLA's for many.
+    """Return the backend of an exchange that does not wait for all others of its program: XLA's for many tokens.
 
     Many tokens are divided, and XLA gathers their queries; the exchange of candidates does not wait for that. With both
     at once a prompt over context=2 came to a stop (two H100s, jax 0.11.2, 27 November 2026).
