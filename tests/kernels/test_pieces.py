@@ -356,11 +356,23 @@ def test_a_decode_step_has_as_many_programs_as_run_at_once():
 
 
 def test_pieces_of_few_experts_divide_their_widths():
-    """Of 64 and of 128 channels; two to eight pairs read another piece of each expert than one or many do."""
-    sizes = {pairs: few_experts_config("bfloat16", (6144, 3072), pairs) for pairs in (1, 2, 8, 9)}
-    assert sizes[2] == sizes[8] != sizes[9] == sizes[1]
+    """Of 64 and of 128 channels; two to eight pairs read another piece of each expert than one or many do.
+
+    Of a device's part of an expert the pieces are narrower, so that 132 multiprocessors have programs.
+    """
+    sizes = {pairs: few_experts_config("bfloat16", (6144, 3072), pairs) for pairs in (1, 4, 8, 9)}
+    assert sizes[4] == sizes[8] != sizes[9] == sizes[1]
+    parts = {
+        (width, pairs): few_experts_config("bfloat16", (6144, width), pairs)
+        for width in (1536, 768)
+        for pairs in (4, 8)
+    }
+    assert parts[1536, 8] == sizes[4] and parts[1536, 4] == parts[768, 8] != parts[768, 4]
+    for (width, pairs), config in parts.items():
+        assert config.out == sizes[4].out and config.hidden.count(6144, width) * pairs in (48, 96)
     for config in (
         *sizes.values(),
+        *parts.values(),
         few_experts_config("float32", (192, 64), 4),
         few_experts_config(E4M3, (192, 128), 4),
     ):

@@ -178,10 +178,10 @@ def mesh_of(ids: list[int], **shape: int) -> Mesh:
         (dict(dtype=jnp.float8_e4m3fn), "16 or 32 bits"),
         (dict(dtype=jnp.bfloat16), None),
         (dict(dtype=jnp.bfloat16, result="part of sum"), "XLA was faster"),
-        (dict(size=1 << 28), None),
-        (dict(size=1 + (1 << 28)), "1073741828 bytes"),
-        (dict(size=1 << 28, mesh=mesh_of([0, 1, 2], context=1, tensor=3)), "2147483648 bytes"),
-        (dict(size=1 << 28, mesh=mesh_of([0, 1, 2], context=1, tensor=3), result="parts"), None),
+        (dict(size=1 << 26), None),
+        (dict(size=1 + (1 << 26)), "268435460 bytes"),
+        (dict(size=1 << 26, mesh=mesh_of([0, 1, 2], context=1, tensor=3)), "536870912 bytes"),
+        (dict(size=1 << 26, mesh=mesh_of([0, 1, 2], context=1, tensor=3), result="parts"), None),
     ],
 )
 def test_a_kernel_reads_other_devices_where_it_can(changes, reason, monkeypatch, unchecked):
