@@ -355,6 +355,8 @@ class PeersCase:
         first, ids = self.mesh.devices.flat[0], self.mesh.device_ids.ravel().tolist()
         if compute_capability() != _HOPPER or first.device_kind not in measured.NVLINK_GPUS:
             return f"it was measured on {' and '.join(measured.NVLINK_GPUS)}, and this is a {first.device_kind}"
+        if len(ids) > measured.NVLINK_DEVICES:
+            return f"it was measured on {measured.NVLINK_DEVICES} devices, and the mesh has {len(ids)}"
         if ids != list(range(len(ids))) or jax.process_count() > 1:
             return "it reaches the devices of one process, in the order of their ids from 0 on"
         itemsize, most = jnp.dtype(self.dtype).itemsize, measured.PEERS_BYTES

@@ -21,9 +21,10 @@ ORDERED_MXFP8_ROWS = 64  # likewise of the kernel with one order of sums
 FLOAT32_OUTPUTS = 128
 FLOAT32_PARTS = ((64, 16), (4096, 4))
 
-# Exchanges by a kernel: cards of which two were measured, linked by NVLink, and bytes up to which it runs, of those
-# that a device receives.
+# Exchanges by a kernel: cards on which it was measured, linked by NVLink; how many, at most; and bytes up to which it
+# runs, of those that a device receives.
 NVLINK_GPUS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+NVLINK_DEVICES = 2
 PEERS_BYTES = 1 << 28
 
 # Norms and routers: tokens of a call up to which one kernel saves more launches than it costs.

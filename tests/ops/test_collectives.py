@@ -175,6 +175,7 @@ def mesh_of(ids: list[int], **shape: int) -> Mesh:
         (dict(mesh=AbstractMesh((1, 2), ("context", "tensor"))), "no other device"),
         (dict(mesh=mesh_of([2, 3], context=1, tensor=2)), "order of their ids from 0 on"),
         (dict(mesh=mesh_of([1, 0], context=1, tensor=2)), "order of their ids from 0 on"),
+        (dict(mesh=mesh_of([0, 1, 2, 3, 4], context=1, tensor=5)), "measured on 4 devices, and the mesh has 5"),
         (dict(dtype=jnp.float8_e4m3fn), "16 or 32 bits"),
         (dict(dtype=jnp.bfloat16), None),
         (dict(dtype=jnp.bfloat16, result="part of sum"), "XLA was faster"),
@@ -186,6 +187,7 @@ def mesh_of(ids: list[int], **shape: int) -> Mesh:
 )
 def test_a_kernel_reads_other_devices_where_it_can(changes, reason, monkeypatch, unchecked):
     monkeypatch.setattr(cases, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(measured, "NVLINK_DEVICES", 4)
     case = dict(result="sum", dtype=jnp.float32, size=6144, axes=("tensor",), mesh=mesh_of([0, 1], context=1, tensor=2))
     why = PeersCase(**case | changes).why_not("mosaic_gpu")
     assert why is None if reason is None else reason in why
