@@ -41,7 +41,7 @@ def run(
     sizes = [jax.lax.axis_size(axis) for axis in axes]
     devices = list(product(*map(range, sizes)))
     num_parts = len(devices) if result == "part of sum" else 1
-    if x.shape[0] % num_parts:
+    if num_parts > 1 and x.shape[0] % num_parts:
         raise ValueError(f"x has shape {x.shape}: need a first axis that {num_parts} devices divide")
     size, vector = x.size // num_parts, 16 // x.dtype.itemsize  # vector: numbers of a load
     line = _THREADS * vector
