@@ -6,13 +6,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax import ops
 from m3jax.execution import plain
 from m3jax.execution.attend import attend_over_mesh
+from m3jax.execution.compute import Compute
 from m3jax.execution.experts import (
     DOWN_AXES,
     UP_AXES,
@@ -41,13 +42,13 @@ MATRIX_AXES = {
 }  # fmt: skip
 
 
-def divided_layer(layer: PyTree, mesh: Mesh, least_tokens: int, backend: str, is_ordered: bool = False) -> PyTree:
+def divided_layer(layer: PyTree, compute: Compute, least_tokens: int, is_ordered: bool = False) -> PyTree:
     """Return a layer whose matrices say how they lie on a mesh; experts are left as they are.
 
     Args:
       layer: a module with the parameters of one layer.
-      mesh: the devices that hold them.
-      least_tokens, backend, is_ordered: as of `m3jax.weights.DividedWeight`.
+      compute: the model's settings, with the mesh of the devices that hold them.
+      least_tokens, is_ordered: as of `m3jax.weights.DividedWeight`.
     """
 
     def on_mesh(path, parameter):
@@ -55,8 +56,8 @@ def divided_layer(layer: PyTree, mesh: Mesh, least_tokens: int, backend: str, is
         if room == "experts" or name not in MATRIX_AXES:
             return parameter
         shape = parameter.stack.shape[1:] if isinstance(parameter, StackedLayer) else parameter.shape
-        partition = tuple(spec(shape, MATRIX_AXES[name], mesh))
-        return DividedWeight(parameter, partition, mesh, least_tokens, backend, is_ordered)
+        partition = tuple(spec(shape, MATRIX_AXES[name], compute.mesh))
+        return DividedWeight(parameter, partition, compute.mesh, least_tokens, compute.backend, is_ordered)
 
     is_matrix = lambda leaf: isinstance(leaf, MXFP8Array | StackedLayer)
     return jax.tree_util.tree_map_with_path(on_mesh, layer, is_leaf=is_matrix)
@@ -203,8 +204,7 @@ class Divided(Fast):
 
     def prepared(self, layer):
         """Return the layer with matrices that say how they lie on the mesh; `experts` knows it of its own."""
-        compute = self.compute
-        return divided_layer(layer, compute.mesh, measured.DIVIDED_TOKENS[platform()], compute.backend)
+        return divided_layer(layer, self.compute, measured.DIVIDED_TOKENS[platform()])
 
     def _over_mesh(self, fn, in_specs, out_specs):
         return jax.shard_map(fn, mesh=self.compute.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -1,12 +1,13 @@
 """The fastest implementation: kernels where there are some for a call, XLA elsewhere."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -141,20 +142,7 @@ class Fast:
         product, mesh = partial(einsum, "...d,vd->...v"), self.compute.mesh
         if not self.compute.is_divided or math.prod(hidden.shape[:-1]) >= measured.DIVIDED_TOKENS[platform()]:
             return product(hidden, head)
-        by_word = spec(head.shape, ("logits", None), mesh)
-
-        def on_each_device(hidden, head):
-            logits = product(hidden, head)  # [... v]
-            if by_word[0] is None:
-                return logits
-            parts = ops.all_gather(logits, by_word[0], mesh, self.compute.backend)  # [devices ... v]
-            return jnp.moveaxis(parts, 0, -2).reshape(*logits.shape[:-1], -1)
-
-        # Left to itself the compiler gathers the head.
-        on_mesh = jax.shard_map(
-            on_each_device, mesh=mesh, in_specs=(PartitionSpec(), by_word), out_specs=PartitionSpec(), check_vma=False
-        )
-        return on_mesh(hidden, head)
+        return unembed_over_mesh(product, hidden, head, mesh, self.compute.backend)
 
     def reads_in_place(
         self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike
@@ -173,6 +161,36 @@ class Fast:
     def prepared(self, layer):
         """Return the layer as it is."""
         return layer
+
+
+def unembed_over_mesh(
+    product: Callable[[Array, Array], Array],
+    hidden: Float[Array, "... D"],
+    head: Float[Array, "V D"],
+    mesh: Mesh,
+    backend: str,
+) -> Float[Array, "... V"]:
+    """Return logits on every device, each of which multiplies its part of the head: the compiler would gather the head.
+
+    Args:
+      product: of hidden states and rows of the head.
+      hidden, head: as of `Fast.unembed`; every device has the hidden states.
+      mesh: of the devices.
+      backend: of their exchange (`m3jax.ops.all_gather`).
+    """
+    by_word = spec(head.shape, ("logits", None), mesh)
+
+    def on_each_device(hidden, head):
+        logits = product(hidden, head)  # [... v]
+        if by_word[0] is None:
+            return logits
+        parts = ops.all_gather(logits, by_word[0], mesh, backend)  # [devices ... v]
+        return jnp.moveaxis(parts, 0, -2).reshape(*logits.shape[:-1], -1)
+
+    on_mesh = jax.shard_map(
+        on_each_device, mesh=mesh, in_specs=(PartitionSpec(), by_word), out_specs=PartitionSpec(), check_vma=False
+    )
+    return on_mesh(hidden, head)
 
 
 def quantises_activations(parameters) -> bool:

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from m3jax.execution.divided import divided_layer
+from m3jax.execution.fast import unembed_over_mesh
 from m3jax.execution.tiled import Tiled
 from m3jax.numerics import sum_over_devices
-from m3jax.parallel import spec
 
 
 def with_even_columns(
@@ -44,7 +44,7 @@ class TiledOverMesh(Tiled):
 
     def prepared(self, layer):
         """Return the layer with matrices that say how they lie on the mesh: every device multiplies all tokens."""
-        return divided_layer(layer, self.compute.mesh, sys.maxsize, self.compute.backend, is_ordered=True)
+        return divided_layer(layer, self.compute, sys.maxsize, is_ordered=True)
 
     def experts(self, x, expert_ids, weights, matrices, activate, shared, scale):
         """Return the sum of each token's experts; each device of the context axis has the same share of every token."""
@@ -57,15 +57,7 @@ class TiledOverMesh(Tiled):
 
     def logits_of_tile(self, hidden, head):
         """Return the logits of one tile on every device: each multiplies its part of the vocabulary."""
-        mesh = self.compute.mesh
-        head_spec = P(*spec(head.shape, ("logits", None), mesh))
-
-        def on_each_device(hidden, head):
-            logits = super(TiledOverMesh, self).logits_of_tile(hidden, head)
-            return logits if head_spec[0] is None else jax.lax.all_gather(logits, head_spec[0], axis=1, tiled=True)
-
-        product = jax.shard_map(on_each_device, mesh=mesh, in_specs=(P(), head_spec), out_specs=P(), check_vma=False)
-        return product(self._whole(hidden), head)
+        return unembed_over_mesh(super().logits_of_tile, self._whole(hidden), head, self.compute.mesh, "xla")
 
     def _whole(self, arrays):
         """Return arrays with all of each on every device, however the compiler divides what reads them."""

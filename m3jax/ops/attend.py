@@ -12,7 +12,7 @@ from m3jax.numerics import merge_over_devices
 from m3jax.ops import measured
 from m3jax.ops.backends import choose, interpreted
 from m3jax.ops.cases import PagesCase
-from m3jax.ops.collectives import all_gather, exchange_backend
+from m3jax.ops.collectives import gather_between
 from m3jax.ops.kernel_pages import kernel_pages
 from m3jax.ops.lanes import attend_in_lanes
 
@@ -143,7 +143,7 @@ def _attend(
     share = view.share
     if share is None:
         return out, lse
-    gather = partial(all_gather, mesh=share.mesh, backend=exchange_backend(len(q) * q.shape[1], chosen))
+    gather = gather_between(share, len(q) * q.shape[1], chosen)
     return merge_over_devices(out, lse, share.axes, share.divided, gather)
 
 

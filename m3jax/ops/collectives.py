@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Shaped
 
+from m3jax.msa.share import Share
 from m3jax.ops import measured
 from m3jax.ops.backends import kernels_here
 from m3jax.ops.cases import PeersCase
@@ -83,6 +84,16 @@ def exchange_backend(num_tokens: int, backend: str) -> str:
       backend: that computes the operation.
     """
     return "xla" if num_tokens >= measured.DIVIDED_TOKENS[platform()] else backend
+
+
+def gather_between(share: Share, num_tokens: int, backend: str) -> Callable[..., Array]:
+    """Return the `all_gather` of devices that share the blocks of rows, for what they make of a call's tokens.
+
+    Args:
+      share: this device's.
+      num_tokens, backend: as of `exchange_backend`.
+    """
+    return partial(all_gather, mesh=share.mesh, backend=exchange_backend(num_tokens, backend))
 
 
 def _exchange(

@@ -1,7 +1,6 @@
 """Selection: the blocks that each query keeps."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from m3jax.msa.share import Share
 from m3jax.msa.views import ContiguousIndex, PagedIndex
 from m3jax.ops.backends import choose, interpreted
 from m3jax.ops.cases import PagesCase
-from m3jax.ops.collectives import all_gather, exchange_backend
+from m3jax.ops.collectives import gather_between
 from m3jax.ops.kernel_pages import kernel_pages
 from m3jax.ops.lanes import select_in_lanes
 
@@ -62,9 +61,7 @@ def select(
         from pallas_kernels.index_topk import index_topk as kernel
     if view.share is not None:
         candidates = _candidates(kernel, index_q, keys, positions, lengths, rules, view.share, chosen)
-        gather = partial(
-            all_gather, mesh=view.share.mesh, backend=exchange_backend(len(index_q) * index_q.shape[1], chosen)
-        )
+        gather = gather_between(view.share, len(index_q) * index_q.shape[1], chosen)
         return join_over_devices(candidates, rules.top_k, view.share.axes, gather)
     forced = dict(local_blocks=rules.local_blocks, init_blocks=rules.init_blocks)
     options = dict(top_k=rules.top_k, **forced, interpret=interpreted(), backend=chosen)

@@ -47,7 +47,7 @@ def by_programs(arrays: list[np.ndarray], sizes: dict[str, int], result: str) ->
         for program in range(num_programs):
             told, waited = [], []
             with (
-                mock.patch.object(jax.lax, "axis_index", {**place, "program": program}.get),
+                mock.patch.object(jax.lax, "axis_index", {**place, tuple(sizes): mine, "program": program}.get),
                 mock.patch.object(
                     jax.lax, "fori_loop", lambda low, high, turn, _: [turn(i, _) for i in range(low, high)]
                 ),

@@ -54,9 +54,7 @@ def run(
         program, place = jax.lax.axis_index("program"), [jax.lax.axis_index(axis) for axis in axes]
         on = lambda device: dict(zip(axes, map(jnp.int32, device), strict=True))
         peers = [plgpu.remote_ref(x_ref, on(device)) for device in devices]
-        part = 0
-        for own, count in zip(place, sizes, strict=True):
-            part = part * count + own if num_parts > 1 else 0
+        part = jax.lax.axis_index(axes) if num_parts > 1 else 0
 
         def read(at):
             return [peer[part, at] for peer in peers]
