@@ -98,6 +98,8 @@ def main() -> None:
     for (rows, draft_tokens), engine in engines.items():
         what = f"{rows} rows, step" if not draft_tokens else f"{rows} rows x {1 + draft_tokens} verified tokens, round"
         num_bytes = step_bytes(model, rows, 1 + draft_tokens, args)
+        for seed in range(rows):  # so that all runs below find the same pages: a prompt cut elsewhere rounds otherwise
+            first_token(engine, prompt(engine, prefix, 1000 * rows + seed))
         default, drawn = engine._scheduler._dispatches_ahead, []
         for is_ahead in {"default": [default], "on": [True], "off": [False], "both": [False, True]}[args.ahead]:
             engine._scheduler._dispatches_ahead = is_ahead

@@ -32,9 +32,8 @@ if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
     if os.environ.get("M3JAX_TEST_XLA") != "defaults":
         _FLAGS += _QUICK_COMPILER
     os.environ["XLA_FLAGS"] = " ".join((*_FLAGS, os.environ.get("XLA_FLAGS", ""))).strip()
-# Test processes share a GPU: each takes the memory that it needs, and keeps it, so never more than its part. Programs
-# and CUDA graphs are the driver's, which has the rest.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Test processes share a GPU: each takes its part of the memory. Programs and CUDA graphs are the driver's, which has
+# the rest.
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.7 / _PROCESSES:.3f}")
 

@@ -520,15 +520,13 @@ def sample_with_top(
     """
     # Rows are greedy most often, and then this is the only condition: on a GPU each one makes the host wait, or adds
     # nodes to a CUDA graph.
-    is_plain = params.temperature == 0  # [B]
-    if context is not None:
-        is_plain &= jnp.bool_(False) if context.is_edited is None else ~context.is_edited
+    is_plain = takes_best(params, context)  # [B]
     no_top = jnp.zeros((len(logits), num_top), jnp.int32), jnp.zeros((len(logits), num_top), jnp.float32)
     if num_top and wants_top is not None:
         is_plain &= ~wants_top
 
     def draw_plainly(logits, params, keys, context):
-        return _best(logits), *no_top
+        return best_token(logits), *no_top
 
     def draw(logits, params, keys, context):
         tokens = draw_from(filtered_logits(logits, params, context, cond), params, keys, cond)
@@ -555,7 +553,15 @@ def top_logits(logits: Float[Array, "B V"], num_top: int) -> tuple[Int32[Array, 
     return pad(ids.astype(jnp.int32), -1), pad(values, -jnp.inf)
 
 
-def _best(logits: Float[Array, "B V"]) -> Int32[Array, "B"]:
+def takes_best(params: SamplingParams, context: DrawContext | None) -> Bool[Array, "B"]:
+    """Return True for rows whose token is the best one of the model's own logits: greedy, and no knob before that."""
+    is_greedy = params.temperature == 0
+    if context is None:
+        return is_greedy
+    return is_greedy & (jnp.bool_(False) if context.is_edited is None else ~context.is_edited)
+
+
+def best_token(logits: Float[Array, "*X V"]) -> Int32[Array, "*X"]:
     """Return the id of the largest logit, on a tie the lowest: what is drawn where all rows are greedy, none edited."""
     x = logits.astype(jnp.float32)
     return jnp.argmax(x - jnp.max(x, axis=-1, keepdims=True), axis=-1).astype(jnp.int32)

@@ -18,7 +18,7 @@ from m3jax.msa.rules import Score
 from m3jax.mxfp8 import BLOCK, MXFP8Array
 from m3jax.ops import measured
 from m3jax.ops.backends import interpreted
-from m3jax.platform import compute_capability
+from m3jax.platform import compute_capability, reserves_gpu_memory
 
 MAX_DECODE_QUERIES = 16  # queries a row that the decode kernels take
 _MAX_DECODE_BLOCKS = 1 << 16
@@ -359,6 +359,8 @@ class PeersCase:
             return f"it was measured on {measured.NVLINK_DEVICES} devices, and the mesh has {len(ids)}"
         if ids != list(range(len(ids))) or jax.process_count() > 1:
             return "it reaches the devices of one process, in the order of their ids from 0 on"
+        if not reserves_gpu_memory():  # CUDA gives a device memory once the others are idle: they would wait for it
+            return "XLA takes memory while programs run, for which a device waits for those that wait for it"
         itemsize, most = jnp.dtype(self.dtype).itemsize, measured.PEERS_BYTES
         if itemsize not in (2, 4):
             return f"numbers in {self.dtype} (it has 16 or 32 bits)"

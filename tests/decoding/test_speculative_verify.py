@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support import drafts, tiny
 from support.sampling_reference import reference
 
@@ -263,6 +265,47 @@ def test_greedy_keeps_the_longest_right_beginning(proposed, accepted):
     assert (count, tokens) == (accepted, BEST[: accepted + 1])
     expected = TARGET - np.log(np.exp(TARGET).sum(-1, keepdims=True))
     np.testing.assert_allclose(logprobs, expected[range(accepted + 1), tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize("has_q", [False, True])
+@given(seed=st.integers(0, 2**32 - 1))
+def test_one_condition_for_greedy_rows_changes_nothing(has_q, seed):
+    """Of logits with ties, and columns without a distribution, as where a knob is on that does nothing."""
+    rng, rows = np.random.default_rng(seed), 4
+    logits = rng.integers(-3, 4, (rows, K + 1, V)).astype(np.float32)
+    logits[rng.random((rows, K + 1)) < 0.2, 0] = rng.choice([np.nan, np.inf, -np.inf])
+    proposed = [np.full((rows, K), -1), np.argmax(logits[:, :K], axis=-1), rng.integers(0, V, (rows, K))]
+    tokens = np.choose(rng.choice(3, (rows, K), p=[0.2, 0.6, 0.2]), proposed).astype(np.int32)
+    log_q = np.asarray(jax.nn.log_softmax(rng.normal(size=(rows, K, V)).astype(np.float32))) if has_q else None
+    params = SamplingParams.stack([GREEDY] * rows)
+    plain, other = (
+        _verify(logits, Proposal(tokens, log_q), params, DrawContext(is_edited=is_edited), np.arange(rows))
+        for is_edited in (np.zeros(rows, bool), np.ones(rows, bool))
+    )
+    np.testing.assert_array_equal(plain.accepted, other.accepted)
+    is_kept = np.arange(K + 1) <= plain.accepted[:, None]
+    np.testing.assert_array_equal(plain.tokens[is_kept], other.tokens[is_kept])
+    assert set(np.unique(plain.accepted)) <= set(range(K + 1))
+
+
+def test_a_row_that_asks_for_more_than_the_best_token_gets_it():
+    """Beside a greedy row: a draw, a knob before the temperature, the most probable tokens."""
+    logits = np.broadcast_to(TARGET, (2, K + 1, V))
+    proposal = Proposal(np.full((2, K), -1, np.int32))
+    hot = Sampling(temperature=50.0, seed=3)
+    context = DrawContext(is_edited=np.zeros(2, bool))
+    drawn = {
+        int(_verify(logits, proposal, SamplingParams.stack([GREEDY, hot]), context, np.full(2, place)).tokens[1, 0])
+        for place in range(20)
+    }
+    assert len(drawn) > 5
+    params = SamplingParams.stack([GREEDY, Sampling(temperature=0.0, logit_bias={WRONG[0]: 99.0})])
+    found = _verify(logits, proposal, params, DrawContext(is_edited=np.array([False, True])), np.zeros(2, np.int32))
+    assert found.tokens[:, 0].tolist() == [BEST[0], WRONG[0]]
+    wants_top = np.array([False, True])
+    inputs = logits, proposal, SamplingParams.stack([GREEDY] * 2), context, np.zeros(2, np.int32), wants_top
+    found = jax.jit(partial(verify, num_top=2))(*inputs)
+    np.testing.assert_array_equal(found.top_ids[1], np.argsort(-TARGET, axis=-1)[:, :2])
 
 
 def test_a_tie_goes_to_the_lowest_id():

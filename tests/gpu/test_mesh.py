@@ -147,6 +147,7 @@ def generate(*arguments: str, gpu: str) -> subprocess.Popen:
     greedy = ["--max-new-tokens", "32", "--temperature", "0", "--dtype", "float32", "--json", "--logprobs"]
     command = [sys.executable, "-m", "m3jax.generate", "--prompt", PROMPT, *greedy, *arguments]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "JAX_PLATFORMS": "cuda,cpu"}
+    environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process has most of the memory
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

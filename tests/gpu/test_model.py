@@ -16,7 +16,7 @@ PROMPTS = (5000, 2100, 700)
 ERROR = {"float32": 1e-3, "bfloat16": 5e-2}  # of a token's logits
 # Tokens that may have more: where two blocks or experts score alike, rounding can swap them.
 CHANGED = {"float32": 1e-3, "bfloat16": 0.1}
-GAP = {"float32": 1e-3, "bfloat16": 5e-2}  # in standard deviations of a token's logits
+GAP = 5e-2  # in standard deviations of a token's logits
 
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 MESHES = ("", "expert=2", "context=2", "tensor=2", "expert=2,tensor=2")
@@ -64,12 +64,14 @@ def test_greedy_tokens_are_those_of_xla(dtype, mesh, backend, seed):
     """In float32 the same; in bfloat16 few that XLA finds much worse than its best."""
     models = with_and_without_kernels(dtype, mesh, backend)
     prompts = [np.asarray(random_tokens(seed + 1 + i, 1, n))[0].tolist() for i, n in enumerate(PROMPTS)]
-    mine, theirs = (np.array(serve(model, prompts)) for model in models)
-    gaps = gaps_to_best(models[1], prompts, mine)
-    changed = float(np.mean(gaps > GAP[dtype]))
-    assert changed <= CHANGED[dtype], f"{changed:.1e} of the tokens lie below XLA's best, at worst {gaps.max():.1e}"
+    mine = np.array(serve(models[0], prompts))
     if dtype == "float32":
+        theirs = np.array(serve(models[1], prompts))
         assert np.array_equal(mine, theirs), f"{np.mean(mine != theirs):.1e} of the tokens are others than XLA's"
+    else:
+        gaps = gaps_to_best(models[1], prompts, mine)
+        changed = float(np.mean(gaps > GAP))
+        assert changed <= CHANGED[dtype], f"{changed:.1e} of the tokens lie below XLA's best, at worst {gaps.max():.1e}"
 
 
 def serve(model: M3, prompts: list[list[int]]) -> list[tuple[int, ...]]:

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from jaxlib import xla_client
 from support import drafts, tiny
 
 from m3jax import ops
 from m3jax.decoding import Eagle3Drafter, Engine
 from m3jax.ops import PeersCase, cases, collectives, measured
 from m3jax.parallel import exchanged_by_xla, parse_mesh
+from m3jax.platform import reserves_gpu_memory
 
 COLLECTIVES = {"psum", "psum_invariant", "reduce_scatter", "all_gather", "all_to_all", "pmax", "ppermute"}
 
@@ -185,6 +187,7 @@ def mesh_of(ids: list[int], **shape: int) -> Mesh:
 )
 def test_a_kernel_reads_other_devices_where_it_can(changes, reason, monkeypatch, unchecked):
     monkeypatch.setattr(cases, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(cases, "reserves_gpu_memory", lambda: True)
     monkeypatch.setattr(measured, "NVLINK_DEVICES", 4)
     case = dict(result="sum", dtype=jnp.float32, size=6144, axes=("tensor",), mesh=mesh_of([0, 1], context=1, tensor=2))
     why = PeersCase(**case | changes).why_not("mosaic_gpu")
@@ -196,10 +199,12 @@ def test_a_kernel_reads_other_devices_where_it_can(changes, reason, monkeypatch,
     [
         ("compute_capability", lambda: "10.0", "it was measured on NVIDIA H100"),
         ("interpreted", lambda: True, "no interpret"),
+        ("reserves_gpu_memory", lambda: False, "takes memory while programs run"),
     ],
 )
 def test_a_kernel_for_other_devices_is_for_cards_on_which_it_was_measured(name, value, reason, monkeypatch, unchecked):
     monkeypatch.setattr(cases, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(cases, "reserves_gpu_memory", lambda: True)
     case = PeersCase(
         result="sum", dtype=jnp.float32, size=6144, axes=("tensor",), mesh=mesh_of([0, 1], context=1, tensor=2)
     )
@@ -210,3 +215,22 @@ def test_a_kernel_for_other_devices_is_for_cards_on_which_it_was_measured(name, 
     monkeypatch.setattr(cases, "compute_capability", lambda: "9.0")
     monkeypatch.setattr(measured, "NVLINK_GPUS", ("NVIDIA H100 80GB HBM3",))
     assert "this is a NVIDIA H200" in case.why_not("mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("variables", "reserves"),
+    [
+        (dict(), True),
+        (dict(XLA_PYTHON_CLIENT_PREALLOCATE="true", XLA_PYTHON_CLIENT_ALLOCATOR="BFC"), True),
+        *((dict(XLA_PYTHON_CLIENT_PREALLOCATE=value), False) for value in ("false", "False", "0")),
+        *((dict(XLA_PYTHON_CLIENT_ALLOCATOR=value), False) for value in ("platform", "cuda_async")),
+    ],
+)
+def test_when_xla_takes_a_gpu_s_memory_is_read_as_jax_reads_it(variables, reserves, monkeypatch):
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    assert reserves_gpu_memory() == reserves
+    assert reserves == (options.get("preallocate", True) and options["allocator"] in ("default", "bfc"))

@@ -9,17 +9,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Shaped, UInt32
 
+from m3jax.decoding.protocols import OF_DRAWS
 from m3jax.decoding.sampling import (
     NO_DISTRIBUTION,
     NO_TOKEN,
     DrawContext,
     HostOrDevice,
     SamplingParams,
+    best_token,
     filtered_logits,
     has_distribution,
     log_normaliser,
     logprob_of,
     row_keys,
+    takes_best,
     top_logits,
 )
 from m3jax.decoding.support import record_draws
@@ -110,6 +113,49 @@ def verify(
     Source: Leviathan et al. 2023, algorithm 1; vLLM's rejection sampler for proposals without a distribution.
     """
     batch, width, vocab = logits.shape
+    rows, inputs = logits.reshape(-1, vocab), (logits, proposal, params, context, positions)
+    asks_top = jnp.zeros(batch, bool) if wants_top is None else wants_top
+    no_top = jnp.zeros((len(rows), num_top), jnp.int32), jnp.zeros((len(rows), num_top), jnp.float32)
+
+    def choose_plainly(*inputs):
+        return *_choose_best(*inputs), *no_top
+
+    def choose(*inputs):
+        accepted, own_token, filtered = _choose(*inputs)
+        largest = partial(top_logits, num_top=num_top)
+        top = lax.cond(jnp.any(asks_top), largest, lambda rows: no_top, rows) if num_top else no_top
+        return accepted, own_token, *top, filtered
+
+    if any(name in OF_DRAWS for name in records):
+        accepted, own_token, top_ids, top, filtered = choose(*inputs)
+    else:  # rows are greedy most often, and then this is the only condition, as in `sample_with_top`
+        all_plain, filtered = jnp.all(takes_best(params, context) & ~asks_top), None
+        accepted, own_token, top_ids, top = lax.cond(all_plain, choose_plainly, lambda *x: choose(*x)[:-1], *inputs)
+    top_ids, top = (x.reshape(batch, width, num_top) for x in (top_ids, top))
+
+    proposed = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))  # [B X]
+    tokens = jnp.where(jnp.arange(width) == accepted[:, None], own_token[:, None], proposed)
+    log_total = log_normaliser(logits)  # [B X]
+    logprobs = logprob_of(tokens, logits, log_total)  # [B X]
+    top_logprobs = top - log_total[..., None]
+    of_draws = {} if filtered is None else record_draws(filtered, tokens.reshape(-1), records)
+    of_draws = {name: value.reshape(batch, width, *value.shape[1:]) for name, value in of_draws.items()}
+    return Verdict(accepted, tokens, logprobs, top_ids, top_logprobs, of_draws)
+
+
+def _choose(
+    logits: Float[Array, "B X V"],
+    proposal: Proposal,
+    params: SamplingParams,
+    context: DrawContext,
+    positions: Int32[Array, "B"],
+) -> tuple[Int32[Array, "B"], Int32[Array, "B"], Float32[Array, "Y V"]]:
+    """Return how many proposals are accepted, the target's own token, and the B*X rows that `filtered_logits` gives.
+
+    Args:
+      logits, proposal, params, context, positions: as of `verify`.
+    """
+    batch, width, vocab = logits.shape
     # The knobs take rows of logits: each of the X columns becomes a row with its own row's parameters.
     column_params = jax.tree.map(lambda x: jnp.repeat(x, width, axis=0), params)  # [B*X]
     column_context = context_by_column(context, proposal.tokens)  # of B*X rows
@@ -128,20 +174,25 @@ def verify(
     own_token = lax.cond(jnp.all(params.temperature == 0), best, draw, keys, log_weights)
     no_token = jnp.where(has_distribution(logits), jnp.int32(NO_TOKEN), jnp.int32(NO_DISTRIBUTION))  # [B X]
     own_token = jnp.where(_column_of_row(is_usable, accepted), own_token, _column_of_row(no_token, accepted))
+    return accepted, own_token, filtered
 
-    proposed = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))  # [B X]
-    tokens = jnp.where(jnp.arange(width) == accepted[:, None], own_token[:, None], proposed)
-    log_total = log_normaliser(logits)  # [B X]
-    logprobs = logprob_of(tokens, logits, log_total)  # [B X]
-    top_ids, top_logprobs = jnp.zeros((batch, width, num_top), jnp.int32), jnp.zeros((batch, width, num_top))
-    if num_top and wants_top is not None:
-        rows, none = logits.reshape(-1, vocab), jax.tree.map(lambda x: x.reshape(-1, num_top), (top_ids, top_logprobs))
-        found = lax.cond(jnp.any(wants_top), partial(top_logits, num_top=num_top), lambda _: none, rows)  # [B*X Z]
-        top_ids, top = (x.reshape(batch, width, num_top) for x in found)
-        top_logprobs = top - log_total[..., None]
-    of_draws = record_draws(filtered, tokens.reshape(-1), records)
-    of_draws = {name: value.reshape(batch, width, *value.shape[1:]) for name, value in of_draws.items()}
-    return Verdict(accepted, tokens, logprobs, top_ids, top_logprobs, of_draws)
+
+def _choose_best(
+    logits: Float[Array, "B X V"],
+    proposal: Proposal,
+    params: SamplingParams,
+    context: DrawContext,
+    positions: Int32[Array, "B"],
+) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
+    """Return the first two of `_choose` where every row takes the best token of the model's own logits.
+
+    Args:
+      logits, proposal, params, context, positions: as of `verify`; the last three decide nothing.
+    """
+    best = jnp.where(has_distribution(logits), best_token(logits), jnp.int32(NO_DISTRIBUTION))  # [B X]
+    is_best = (proposal.tokens == best[:, :-1]) & (proposal.tokens >= 0)  # [B K]
+    accepted = jnp.sum(jnp.cumprod(is_best, axis=1), axis=1, dtype=jnp.int32)
+    return accepted, _column_of_row(best, accepted)
 
 
 def position_keys(seed: UInt32[Array, "B"], positions: Int32[Array, "B"], purpose: int) -> Key[Array, "B"]:
