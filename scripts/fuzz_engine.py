@@ -200,6 +200,7 @@ KINDS = {
     "ngram": kind_of(_ASKS[::2], draft="ngram", draft_tokens=2),
     "host memory": kind_of(device_pages=16),
     "dispatched ahead": kind_of(dispatch_ahead=True),
+    "ngram dispatched ahead": kind_of(_ASKS[::2], draft="ngram", draft_tokens=2, dispatch_ahead=True),
     "mesh": kind_of(mesh="context=2,tensor=2"),  # pages and heads are divided; needs four devices
 }
 
