@@ -518,23 +518,18 @@ def sample_with_top(
       (tokens as from `sample`; ids of the Z largest logits, of equal ones the lower id first; these logits). Ids and
       logits are 0 where no row asks.
     """
-    # Rows are greedy most often, and then this is the only condition: on a GPU each one makes the host wait, or adds
-    # nodes to a CUDA graph.
-    is_plain = takes_best(params, context)  # [B]
-    no_top = jnp.zeros((len(logits), num_top), jnp.int32), jnp.zeros((len(logits), num_top), jnp.float32)
-    if num_top and wants_top is not None:
-        is_plain &= ~wants_top
 
     def draw_plainly(logits, params, keys, context):
-        return best_token(logits), *no_top
+        return best_token(logits), *top_if_asked(logits, None, num_top)
 
     def draw(logits, params, keys, context):
         tokens = draw_from(filtered_logits(logits, params, context, cond), params, keys, cond)
-        if not num_top or wants_top is None:
-            return tokens, *no_top
-        return tokens, *cond(jnp.any(wants_top), partial(top_logits, num_top=num_top), lambda x: no_top, logits)
+        return tokens, *top_if_asked(logits, wants_top, num_top, cond)
 
-    tokens, *top = cond(jnp.all(is_plain), draw_plainly, draw, logits, params, keys, context)
+    # Rows are greedy most often, and then this is the only condition: on a GPU each one makes the host wait, or adds
+    # nodes to a CUDA graph.
+    all_plain = jnp.all(is_plain(params, context, wants_top))
+    tokens, *top = cond(all_plain, draw_plainly, draw, logits, params, keys, context)
     return jnp.where(has_distribution(logits), tokens, jnp.int32(NO_DISTRIBUTION)), *top
 
 
@@ -553,12 +548,27 @@ def top_logits(logits: Float[Array, "B V"], num_top: int) -> tuple[Int32[Array, 
     return pad(ids.astype(jnp.int32), -1), pad(values, -jnp.inf)
 
 
-def takes_best(params: SamplingParams, context: DrawContext | None) -> Bool[Array, "B"]:
-    """Return True for rows whose token is the best one of the model's own logits: greedy, and no knob before that."""
-    is_greedy = params.temperature == 0
-    if context is None:
-        return is_greedy
-    return is_greedy & (jnp.bool_(False) if context.is_edited is None else ~context.is_edited)
+def top_if_asked(
+    logits: Float[Array, "B V"],
+    wants_top: Bool[HostOrDevice, "X"] | None,
+    num_top: int,
+    cond: Callable[..., PyTree[Array]] = lax.cond,
+) -> tuple[Int32[Array, "B Z"], Float32[Array, "B Z"]]:
+    """Return `top_logits` where some of X rows asks for them, else zeros; None is for no row."""
+    none = jnp.zeros((len(logits), num_top), jnp.int32), jnp.zeros((len(logits), num_top), jnp.float32)
+    if not num_top or wants_top is None:
+        return none
+    return cond(jnp.any(wants_top), partial(top_logits, num_top=num_top), lambda x: none, logits)
+
+
+def is_plain(
+    params: SamplingParams, context: DrawContext | None, wants_top: Bool[HostOrDevice, "B"] | None
+) -> Bool[Array, "B"]:
+    """Return True for rows that want the best token of the model's own logits alone: greedy, not edited, no others."""
+    plain = params.temperature == 0
+    if context is not None:
+        plain &= jnp.bool_(False) if context.is_edited is None else ~context.is_edited
+    return plain if wants_top is None else plain & ~wants_top
 
 
 def best_token(logits: Float[Array, "*X V"]) -> Int32[Array, "*X"]:
@@ -582,10 +592,7 @@ def sample_and_keep(
     """
     filtered = filtered_logits(logits, params, context, cond)
     tokens = jnp.where(has_distribution(logits), draw_from(filtered, params, keys, cond), jnp.int32(NO_DISTRIBUTION))
-    top = jnp.zeros((len(logits), num_top), jnp.int32), jnp.zeros((len(logits), num_top), jnp.float32)
-    if num_top and wants_top is not None:
-        top = cond(jnp.any(wants_top), partial(top_logits, num_top=num_top), lambda x: top, logits)
-    return tokens, *top, filtered
+    return tokens, *top_if_asked(logits, wants_top, num_top, cond), filtered
 
 
 def draw_from(

@@ -359,8 +359,8 @@ class PeersCase:
             return f"it was measured on {measured.NVLINK_DEVICES} devices, and the mesh has {len(ids)}"
         if ids != list(range(len(ids))) or jax.process_count() > 1:
             return "it reaches the devices of one process, in the order of their ids from 0 on"
-        if not reserves_gpu_memory():  # CUDA gives a device memory once the others are idle: they would wait for it
-            return "XLA takes memory while programs run, for which a device waits for those that wait for it"
+        if not reserves_gpu_memory():
+            return "XLA takes memory while programs run, and NVIDIA warns that GPUs which exchange meanwhile can stop"
         itemsize, most = jnp.dtype(self.dtype).itemsize, measured.PEERS_BYTES
         if itemsize not in (2, 4):
             return f"numbers in {self.dtype} (it has 16 or 32 bits)"

@@ -286,6 +286,7 @@ def test_one_condition_for_greedy_rows_changes_nothing(has_q, seed):
     is_kept = np.arange(K + 1) <= plain.accepted[:, None]
     np.testing.assert_array_equal(plain.tokens[is_kept], other.tokens[is_kept])
     assert set(np.unique(plain.accepted)) <= set(range(K + 1))
+    np.testing.assert_array_equal(plain.logprobs[is_kept], other.logprobs[is_kept])
 
 
 def test_a_row_that_asks_for_more_than_the_best_token_gets_it():

@@ -31,7 +31,7 @@ from m3jax.decoding.device.step import draw_token, for_steps, no_new_tokens, roo
 from m3jax.decoding.protocols import HostStacks, TargetModel, is_invariant
 from m3jax.decoding.sampling import NO_TOKEN, USED, DrawContext, HostOrDevice, pushed
 from m3jax.decoding.speculation.drafter import Drafter
-from m3jax.decoding.speculation.verify import DraftCounts, Proposal, Verdict, context_by_column, verify
+from m3jax.decoding.speculation.verify import DraftCounts, Proposal, Verdict, context_by_column, count_agreeing, verify
 from m3jax.decoding.steering import Steering
 
 ROUNDS_ARGUMENTS = dict(
@@ -205,8 +205,7 @@ def _draw_all(
     )
     by_row = lambda x: x.reshape(batch, width, *x.shape[1:])
     tokens, logprobs, *top = map(by_row, drawn)  # [B X] and [B X Z], two each
-    is_agreed = (tokens[:, :-1] == proposal.tokens) & (tokens[:, :-1] >= 0)
-    accepted = jnp.sum(jnp.cumprod(is_agreed, axis=1), axis=1, dtype=jnp.int32)
+    accepted = count_agreeing(tokens, proposal)
     return Verdict(accepted, tokens, logprobs, *top, {name: by_row(value) for name, value in of_draws.items()})
 
 

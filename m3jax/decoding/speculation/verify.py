@@ -1,7 +1,6 @@
 """The rule by which a target keeps drafted tokens so that its own distribution is what comes out."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,11 +18,11 @@ from m3jax.decoding.sampling import (
     best_token,
     filtered_logits,
     has_distribution,
+    is_plain,
     log_normaliser,
     logprob_of,
     row_keys,
-    takes_best,
-    top_logits,
+    top_if_asked,
 )
 from m3jax.decoding.support import record_draws
 
@@ -114,22 +113,18 @@ def verify(
     """
     batch, width, vocab = logits.shape
     rows, inputs = logits.reshape(-1, vocab), (logits, proposal, params, context, positions)
-    asks_top = jnp.zeros(batch, bool) if wants_top is None else wants_top
-    no_top = jnp.zeros((len(rows), num_top), jnp.int32), jnp.zeros((len(rows), num_top), jnp.float32)
 
-    def choose_plainly(*inputs):
-        return *_choose_best(*inputs), *no_top
+    def choose_plainly(logits, proposal, *_):
+        return *_choose_best(logits, proposal), *top_if_asked(rows, None, num_top)
 
     def choose(*inputs):
         accepted, own_token, filtered = _choose(*inputs)
-        largest = partial(top_logits, num_top=num_top)
-        top = lax.cond(jnp.any(asks_top), largest, lambda rows: no_top, rows) if num_top else no_top
-        return accepted, own_token, *top, filtered
+        return accepted, own_token, *top_if_asked(rows, wants_top, num_top), filtered
 
     if any(name in OF_DRAWS for name in records):
         accepted, own_token, top_ids, top, filtered = choose(*inputs)
     else:  # rows are greedy most often, and then this is the only condition, as in `sample_with_top`
-        all_plain, filtered = jnp.all(takes_best(params, context) & ~asks_top), None
+        all_plain, filtered = jnp.all(is_plain(params, context, wants_top)), None
         accepted, own_token, top_ids, top = lax.cond(all_plain, choose_plainly, lambda *x: choose(*x)[:-1], *inputs)
     top_ids, top = (x.reshape(batch, width, num_top) for x in (top_ids, top))
 
@@ -165,7 +160,7 @@ def _choose(
     log_p = jax.nn.log_softmax(filtered).reshape(logits.shape)  # [B X V]
     # A knob may drop the NaN of a column and leave its proposal: such a column accepts nothing.
     would_accept = _would_accept(log_p, proposal, params, positions) * is_usable[:, :-1]  # [B K]
-    accepted = jnp.sum(jnp.cumprod(would_accept, axis=1), axis=1, dtype=jnp.int32)
+    accepted = _run_length(would_accept)
 
     log_weights = _own_token_weights(log_p, proposal, accepted)  # [B V]
     best = lambda keys, weights: jnp.argmax(weights, axis=-1).astype(jnp.int32)
@@ -177,22 +172,21 @@ def _choose(
     return accepted, own_token, filtered
 
 
-def _choose_best(
-    logits: Float[Array, "B X V"],
-    proposal: Proposal,
-    params: SamplingParams,
-    context: DrawContext,
-    positions: Int32[Array, "B"],
-) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
-    """Return the first two of `_choose` where every row takes the best token of the model's own logits.
-
-    Args:
-      logits, proposal, params, context, positions: as of `verify`; the last three decide nothing.
-    """
+def _choose_best(logits: Float[Array, "B X V"], proposal: Proposal) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
+    """Return the first two of `_choose` where every row takes the best token of the model's own logits."""
     best = jnp.where(has_distribution(logits), best_token(logits), jnp.int32(NO_DISTRIBUTION))  # [B X]
-    is_best = (proposal.tokens == best[:, :-1]) & (proposal.tokens >= 0)  # [B K]
-    accepted = jnp.sum(jnp.cumprod(is_best, axis=1), axis=1, dtype=jnp.int32)
+    accepted = count_agreeing(best, proposal)
     return accepted, _column_of_row(best, accepted)
+
+
+def count_agreeing(tokens: Int32[Array, "B X"], proposal: Proposal) -> Int32[Array, "B"]:
+    """Return how many proposals of each row are the tokens in their places, up to the first that is not or is none."""
+    return _run_length((tokens[:, :-1] == proposal.tokens) & (tokens[:, :-1] >= 0))
+
+
+def _run_length(accepts: Shaped[Array, "B K"]) -> Int32[Array, "B"]:
+    """Return how many columns of each row are true before the first that is not."""
+    return jnp.sum(jnp.cumprod(accepts, axis=1), axis=1, dtype=jnp.int32)
 
 
 def position_keys(seed: UInt32[Array, "B"], positions: Int32[Array, "B"], purpose: int) -> Key[Array, "B"]:
