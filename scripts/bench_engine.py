@@ -11,7 +11,7 @@ proposals in each row; a chunk that is a whole prompt; a long prompt in chunks. 
 from below, and the share of that bound. A step is bounded by the bytes that it must read, over the rate at which this
 device copies memory; a prompt by its floating-point operations, over the rate of a large product. Both rates are
 measured first, and a rate that this device cannot have ends the run. "busy" is the share of the time in which the
-device runs a kernel: kernels are traced in a call of their own, and their time is divided by that of a call which is
+device runs a kernel: kernels are traced in calls of their own, and their time is divided by that of calls which are
 not traced. "ahead" has the same calls, each launched before the one before it is read (`Work.dispatch_ahead`).
 """
 
@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_cpu import TEXT
-from measuring import Kernels, kernel_times, traced
+from measuring import Kernels, kernel_times, mean, traced
 
 import m3jax
 from m3jax import M3Config
@@ -239,11 +239,15 @@ def decode(
     if not seconds:
         raise SystemExit(f"--new-tokens {args.new_tokens}: need more, for a call of {args.steps} steps")
     second = statistics.median(seconds)
-    # Of a loop in a CUDA graph a profiler sees the first turn alone: calls of no step and of one say what a step takes.
-    # They come last, when the graph has been made.
-    start(2)
+    # Of a loop in a CUDA graph a profiler sees the first turn alone. So the turns of a whole request's calls are traced,
+    # and a call of none: tokens of a round that nothing was proposed for meet fewer experts than others.
+    engine._scheduler._dispatches_ahead = False  # each `step` is a call of its own
+    start(args.new_tokens)
     of_call = traced(lambda: engine._runner.read(engine._runner.launch(0)))
-    of_step = traced(engine.run) - of_call  # `run`: a step may leave its call to be read by the next one
+    of_turns = []
+    while engine.busy:
+        of_turns.append(traced(engine.step) - of_call)
+    of_step = mean(of_turns)
     of_step.busy += of_call.busy / args.steps
     return second, of_step, tokens
 

@@ -63,6 +63,17 @@ class Kernels:
         return Kernels(self.busy - other.busy, seconds, calls)
 
 
+def mean(of: Sequence[Kernels]) -> Kernels:
+    """Return the mean of several traces; how often a kernel ran is rounded."""
+    total = lambda of_each: sum(of_each, Counter())
+    seconds, calls = total(kernels.seconds for kernels in of), total(kernels.calls for kernels in of)
+    return Kernels(
+        statistics.mean(kernels.busy for kernels in of),
+        Counter({name: of_kernel / len(of) for name, of_kernel in seconds.items()}),
+        Counter({name: round(count / len(of)) for name, count in calls.items()}),
+    )
+
+
 def traced(run: Callable[[], object]) -> Kernels:
     """Run a function under the profiler, and return the kernels that ran on the device meanwhile."""
     busy, latest, seconds, calls = 0.0, 0.0, Counter(), Counter()
