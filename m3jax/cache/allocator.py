@@ -384,8 +384,8 @@ class PageAllocator:
                 f"{len(stripes)} pages are needed and {self.available} of {self.num_pages} are {where}: release a "
                 "request, or make the pool larger"
             )
-        while any(count > len(self._free[stripe]) for stripe, count in needed.items()):
-            self.evict(1)
+        while missing := sum(max(0, count - len(self._free[stripe])) for stripe, count in needed.items()):
+            self.evict(missing)  # of whichever devices: where none was of the right one, as many are missing still
         pages = [self._free[stripe].pop() for stripe in stripes]
         for page in pages:
             self._users[page] = 1

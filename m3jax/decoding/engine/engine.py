@@ -190,7 +190,8 @@ class Engine:
         placed = self._placer.place(prompt, media)
         deadline = None if deadline is None else self.clock() + deadline
         keys, key_offset = prefix_keys(prompt, placed), self._key_offsets.offset(edits)
-        shared = dict(keys=(keys[0] + key_offset, *keys[1:]), guide=guide, priority=priority, deadline=deadline)
+        keys = (keys[0] + key_offset, *keys[1:]) if key_offset else keys
+        shared = dict(keys=keys, guide=guide, priority=priority, deadline=deadline)
         shared |= dict(edits=edits, key_offset=key_offset)
         shared["prompt_scores"] = PromptScores()  # a group has them once
         if n is None:
