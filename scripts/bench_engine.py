@@ -239,7 +239,7 @@ def decode(
     if not seconds:
         raise SystemExit(f"--new-tokens {args.new_tokens}: need more, for a call of {args.steps} steps")
     second = statistics.median(seconds)
-    # Of a loop in a CUDA graph a profiler sees the first turn alone. So the turns of a whole request's calls are traced,
+    # Of a loop in a CUDA graph a profiler sees the first turn alone. So those of all calls of a request are traced,
     # and a call of none: tokens of a round that nothing was proposed for meet fewer experts than others.
     engine._scheduler._dispatches_ahead = False  # each `step` is a call of its own
     start(args.new_tokens)
