@@ -385,7 +385,7 @@ class PageAllocator:
                 "request, or make the pool larger"
             )
         while missing := sum(max(0, count - len(self._free[stripe])) for stripe, count in needed.items()):
-            self.evict(missing)  # of whichever devices: where none was of the right one, as many are missing still
+            self.evict(missing)  # no more than needed, and too few where they are other devices'
         pages = [self._free[stripe].pop() for stripe in stripes]
         for page in pages:
             self._users[page] = 1

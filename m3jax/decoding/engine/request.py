@@ -570,7 +570,7 @@ def as_prompt(prompt: Sequence[int] | HostOrDevice) -> tuple[int, ...]:
     """
     if isinstance(prompt, str | bytes):
         raise ValueError("the prompt is text: encode it with the model's tokenizer first")
-    if isinstance(prompt, list | tuple) and prompt and type(prompt[0]) is int:  # `check_ids` looks at the others
+    if isinstance(prompt, list | tuple) and prompt and type(prompt[0]) is int:  # a flat one; `check_ids` walks it
         return tuple(prompt)
     # As objects, so that what is no integer stays what it is until it is refused by name.
     array = np.asarray(prompt if hasattr(prompt, "__len__") else None, dtype=object)
