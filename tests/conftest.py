@@ -71,11 +71,8 @@ _FEW_SLOW_EXAMPLES = dict(
         hypothesis.HealthCheck.data_too_large,
     ],
 )
-# "ci" draws the same examples on every run, "first" too but shows the first that fails, not the smallest (scripts/
-# mutants.py), "dev" draws new ones, "thorough" many of them.
+# "ci" draws the same examples on every run, "dev" draws new ones, "thorough" many of them.
 hypothesis.settings.register_profile("ci", derandomize=True, max_examples=25, **_FEW_SLOW_EXAMPLES)
-_NOTHING_SHRUNK = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-hypothesis.settings.register_profile("first", hypothesis.settings.get_profile("ci"), phases=_NOTHING_SHRUNK)
 hypothesis.settings.register_profile("dev", max_examples=25, **_FEW_SLOW_EXAMPLES)
 hypothesis.settings.register_profile("thorough", max_examples=1000, **_FEW_SLOW_EXAMPLES)
 hypothesis.settings.load_profile(os.environ.get("M3JAX_HYPOTHESIS", "ci"))
