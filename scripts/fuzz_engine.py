@@ -9,7 +9,7 @@ A life is an engine of some kind, with a small pool, and operations on it, drawn
 - `Engine.check` must pass, and pages must add up;
 - what every request has so far must be the beginning of what it gets alone, in float32. With a draft requests are
   greedy: a sampled row draws anew where its rounds begin anew;
-- rows, queue and pages must be those that the definition says (`m3jax.decoding.engine.definition`).
+- rows, queue and pages must be those that the definition says (tests/support/service_definition.py).
 
 Wrong calls and damaged snapshots must be a ValueError of one line that changes nothing.
 """
@@ -27,22 +27,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # before jax looks for devices: a kind of engine is on a mesh of four
     flags = os.environ.get("XLA_FLAGS", "")
     if "device_count" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=4"
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))  # where the definitions are
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support import pool_definition, service_definition
 
 from m3jax import M3Config
 from m3jax.cache import OutOfPages
-from m3jax.cache import definition as pool_definition
 from m3jax.decoding import Engine, Generation, Media, Params, Sampling
-from m3jax.decoding.engine import Snapshot, definition
+from m3jax.decoding.engine import Snapshot
 from m3jax.model import M3, init
 
 ROOM = 48  # tokens of a request, at most
@@ -265,7 +267,9 @@ class Life:
         self.served = served = self.kind.build()
         pages = served._pages
         pool = pool_definition.Pool(pages.num_pages, pages.page_size, pages.shares, pages.stripes)
-        self.service = definition.Service(pool, served.shapes, self.next_tokens) if self.kind.is_defined else None
+        self.service = None
+        if self.kind.is_defined:
+            self.service = service_definition.Service(pool, served.shapes, self.next_tokens)
         self.counts["lives"] += 1
 
     def act(self, name: str, draw: random.Random) -> None:
@@ -278,14 +282,14 @@ class Life:
         _ACTS[name](self, self.served)
         self.judge()
 
-    def note(self, handle: int, ask: Ask, params: Params, **of_request: Any) -> definition.Served:
+    def note(self, handle: int, ask: Ask, params: Params, **of_request: Any) -> service_definition.Served:
         """Note what was asked for; return it as the definition takes it."""
         self.asked[handle] = ask, params
         if self.served._requests[handle].guide is not None:
             self.guided.add(handle)
-        return definition.Served(handle, ask.prompt, params.max_new_tokens, params.stop_ids, **of_request)
+        return service_definition.Served(handle, ask.prompt, params.max_new_tokens, params.stop_ids, **of_request)
 
-    def next_tokens(self, request: definition.Served, most: int) -> list[int]:
+    def next_tokens(self, request: service_definition.Served, most: int) -> list[int]:
         """Return the next tokens of a request, at most so many: those that it gets alone."""
         ask, params = self.asked[request.handle]
         if self.kind.has_draft:  # how many proposals are accepted is the draft's affair
@@ -334,7 +338,7 @@ class Life:
     def judge_service(self) -> None:
         """Check that rows, queue and pages are what the definition says."""
         pairs = [
-            (definition.state_of(self.served._scheduler), definition.state_of(self.service)),
+            (service_definition.state_of(self.served._scheduler), service_definition.state_of(self.service)),
             (pool_definition.state_of(self.served._pages), self.service.pool.state()),
             (
                 {handle: self.served.reason(handle) for handle in self.asked},

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support import pool_definition
 
-from m3jax.cache import definition
 from m3jax.cache.allocator import Copy, OutOfPages, PageAllocator
 from m3jax.cache.prefix import Node, PageEvent
 
@@ -32,7 +32,7 @@ class Defined:
 
     def __init__(self, num_pages, page_size, share=True, stripes=1):
         self.allocator = PageAllocator(num_pages, page_size, share=share, stripes=stripes)
-        self.definition = definition.Pool(num_pages, page_size, share, stripes)
+        self.definition = pool_definition.Pool(num_pages, page_size, share, stripes)
 
     def __getattr__(self, name):
         if name.startswith("__") or name in ("allocator", "definition"):
@@ -53,7 +53,7 @@ class Defined:
                 assert defined(*args) == answer, f"{name}{args}"
                 return answer
             finally:
-                assert definition.state_of(self.allocator) == self.definition.state(), f"after {name}{args}"
+                assert pool_definition.state_of(self.allocator) == self.definition.state(), f"after {name}{args}"
 
         return both
 
@@ -242,7 +242,7 @@ def test_a_request_beside_one_that_has_no_more_takes_the_known_pages():
 
 def test_the_first_page_is_on_the_device_from_which_all_can_be_dealt():
     """Of three devices of two pages: before the one that has the most to give."""
-    pool = definition.Pool(6, 2, True, 3)
+    pool = pool_definition.Pool(6, 2, True, 3)
     for taken, count, dealt in (
         ((), 4, [0, 1, 2, 0]), ((0,), 2, [1, 2]), ((0, 1), 2, [1, 2]), ((2, 3), 3, None), ((0, 2), 4, [2, 0, 1, 2]),
         ((4, 0, 1), 2, [1, 2]), ((0, 3, 4, 5), 2, [0, 1]), ((0, 1, 5), 3, None), ((0, 1, 5), 2, [1, 2]),

@@ -45,13 +45,7 @@ ALL_THEY_KNOW = {
     # Token ids in, token ids out: neither text nor folders; of files the bytes of tensors alone, of pictures their
     # patches, not where these come from.
     "m3jax.decoding": (
-        *(
-            "m3jax.cache",
-            "m3jax.cache.definition",
-            "m3jax.cache.device",
-            "m3jax.cache.device_pages",
-            "m3jax.cache.drafted",
-        ),
+        *("m3jax.cache", "m3jax.cache.device", "m3jax.cache.device_pages", "m3jax.cache.drafted"),
         *(
             "m3jax.cache.offload.pool",
             "m3jax.cache.prefix",

@@ -1,7 +1,7 @@
 """The definition of service: who gets a row and pages, whose prompt goes on, who gives way, and in which order.
 
 Plain Python without a device: it is told which tokens a request draws, and says when it draws them, and in which pages
-they lie (`m3jax.cache.definition`). `Engine` is held to it round by round (tests/decoding/test_engine_lives.py and
+they lie (`support.pool_definition`). `Engine` is held to it round by round (tests/decoding/test_engine_lives.py and
 scripts/fuzz_engine.py). Left out are images (a prompt with some also waits for their features), scores of prompts (all
 of such a prompt is computed), and calls that are launched ahead (they take pages for two calls at once).
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from support.pool_definition import Pool, common_beginning
+
 from m3jax.cache import OutOfPages
-from m3jax.cache.definition import Pool, common_beginning
-from m3jax.decoding.engine.scheduler import Scheduler
 from m3jax.decoding.engine.shapes import Shapes
 
 MOST_PASSES = 16  # a request that lacks pages is passed so often at most
@@ -322,8 +322,11 @@ class Service:
         return sorted(having, key=lambda request: request.order)
 
 
-def state_of(service: Service | Scheduler) -> dict[str, Any]:
-    """Return all that later rounds depend on, but for the pool: where the two agree in it they go on alike."""
+def state_of(service: Any) -> dict[str, Any]:
+    """Return all that later rounds depend on, but for the pool, of a `Service` or of an engine's scheduler.
+
+    Where the two agree in it they go on alike.
+    """
     requests = (*(request for request in service.request_of_row if request), *service.waiting)
     names = ("new", "page_handle", "cached", "found", "is_decoding", "passes", "preemptions")
     return dict(
