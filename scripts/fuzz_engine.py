@@ -39,7 +39,9 @@ if __name__ == "__main__":  # before jax looks for devices: a kind of engine is 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support import pool_definition, service_definition
+from support.pool_definition import Pool
+from support.pool_definition import state_of as state_of_pool
+from support.service_definition import Served, Service, state_of
 
 from m3jax import M3Config
 from m3jax.cache import OutOfPages
@@ -266,10 +268,8 @@ class Life:
     def __post_init__(self) -> None:
         self.served = served = self.kind.build()
         pages = served._pages
-        pool = pool_definition.Pool(pages.num_pages, pages.page_size, pages.shares, pages.stripes)
-        self.service = None
-        if self.kind.is_defined:
-            self.service = service_definition.Service(pool, served.shapes, self.next_tokens)
+        pool = Pool(pages.num_pages, pages.page_size, pages.shares, pages.stripes)
+        self.service = Service(pool, served.shapes, self.next_tokens) if self.kind.is_defined else None
         self.counts["lives"] += 1
 
     def act(self, name: str, draw: random.Random) -> None:
@@ -282,14 +282,14 @@ class Life:
         _ACTS[name](self, self.served)
         self.judge()
 
-    def note(self, handle: int, ask: Ask, params: Params, **of_request: Any) -> service_definition.Served:
+    def note(self, handle: int, ask: Ask, params: Params, **of_request: Any) -> Served:
         """Note what was asked for; return it as the definition takes it."""
         self.asked[handle] = ask, params
         if self.served._requests[handle].guide is not None:
             self.guided.add(handle)
-        return service_definition.Served(handle, ask.prompt, params.max_new_tokens, params.stop_ids, **of_request)
+        return Served(handle, ask.prompt, params.max_new_tokens, params.stop_ids, **of_request)
 
-    def next_tokens(self, request: service_definition.Served, most: int) -> list[int]:
+    def next_tokens(self, request: Served, most: int) -> list[int]:
         """Return the next tokens of a request, at most so many: those that it gets alone."""
         ask, params = self.asked[request.handle]
         if self.kind.has_draft:  # how many proposals are accepted is the draft's affair
@@ -338,8 +338,8 @@ class Life:
     def judge_service(self) -> None:
         """Check that rows, queue and pages are what the definition says."""
         pairs = [
-            (service_definition.state_of(self.served._scheduler), service_definition.state_of(self.service)),
-            (pool_definition.state_of(self.served._pages), self.service.pool.state()),
+            (state_of(self.served._scheduler), state_of(self.service)),
+            (state_of_pool(self.served._pages), self.service.pool.state()),
             (
                 {handle: self.served.reason(handle) for handle in self.asked},
                 {handle: self.service.requests[handle].end or "unfinished" for handle in self.asked},

@@ -4,10 +4,13 @@ There is one generator of lives, scripts/fuzz_engine.py. Here Hypothesis draws i
 is shrunk, and some lives of real models run by number.
 """
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 
-import fuzz_engine
 import jax
 import jax.numpy as jnp
 import pytest
@@ -23,6 +26,19 @@ from m3jax.cache.prefix import PrefixIndex
 from m3jax.decoding import Engine, Media, Sampling
 from m3jax.decoding.engine.request import Request
 from m3jax.decoding.engine.runner import Runner
+
+
+def load_fuzzer() -> ModuleType:
+    """Return scripts/fuzz_engine.py as a module; it is no part of a package."""
+    path = Path(__file__).parents[2] / "scripts" / "fuzz_engine.py"
+    spec = importlib.util.spec_from_file_location("fuzz_engine", path)
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    del sys.modules[spec.name]
+    return script
+
+
+fuzz_engine = load_fuzzer()
 
 
 @pytest.fixture(autouse=True, scope="module")
