@@ -16,6 +16,7 @@ from support.msa_strategies import FOURS, RAGGED, Case, cases, dense_attention, 
 from support.msa_strategies import GROUPED as TWO_TIMES_TWO
 from support.msa_strategies import attention as definition
 
+from pallas_kernels.cudnn_causal import cudnn_causal
 from pallas_kernels.dense_causal import cudnn, cudnn_prefix, dense_causal
 from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.gradient import with_gradient
@@ -330,3 +331,23 @@ def test_gradients_are_those_of_the_definition():
     got, want = jax.jit(lambda *x: (gradients(attend)(*x), gradients(reference)(*x)))(*arrays)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
+
+
+def test_cudnn_attends_to_whole_rows(monkeypatch, unchecked):
+    """Its output behind a row is 0, whatever it gives there; other dtypes, and keys of other tokens, are refused."""
+    given = {}
+
+    def attend(q, k, v, **options):
+        given.update(options)
+        return jnp.full(q.shape, 3, q.dtype)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    of = lambda *shape, dtype="bfloat16": jnp.zeros(shape, dtype)
+    q, keys, lengths = of(2, 3, 4, 8), of(2, 3, 2, 8), jnp.array([3, 1], jnp.int32)
+    out = cudnn_causal(q, keys, keys, lengths)
+    assert out[:, :, 0, 0].tolist() == [[3, 3, 3], [3, 0, 0]] and given.pop("implementation") == "cudnn"
+    assert given.pop("is_causal") and all(x.tolist() == [3, 1] for x in given.values())
+    assert cudnn_causal(q.astype("float16"), keys, keys, lengths).dtype == jnp.float16
+    for wrong, k in ((of(2, 3, 4, 8, dtype="float32"), keys), (q, of(2, 4, 2, 8)), (q, of(1, 3, 2, 8))):
+        with pytest.raises(ValueError, match="cuDNN takes bfloat16 and float16, and this path as many keys as queries"):
+            cudnn_causal(wrong, k, k, lengths)

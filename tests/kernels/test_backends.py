@@ -1,9 +1,9 @@
 """The backends of an op: when they are imported, what is refused, and that another folder is another backend."""
 
-import importlib
-import inspect
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from support.msa_strategies import GROUPED, prefill
 
 import pallas_kernels
 import pallas_kernels.index_topk as op
+from pallas_kernels import triton_common
 from pallas_kernels.backends import backend_names
 from pallas_kernels.dense_causal import dense_causal
 from pallas_kernels.dense_decode import dense_decode
@@ -38,22 +39,6 @@ def test_importing_an_op_imports_no_backend():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_every_backend_has_what_an_op_wants_of_it(name):
-    names = backend_names(f"pallas_kernels.{name}")
-    assert names and set(names) <= {"cudnn", "cudnn_prefix", "mosaic_gpu", "mosaic_tpu", "triton"}
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_an_option_of_an_op_is_off_where_it_is_not_named(name):
-    """No op runs in interpret mode, returns more than its result or reads its operands otherwise than as they lie."""
-    op = getattr(importlib.import_module(f"pallas_kernels.{name}"), name)
-    defaults = {key: parameter.default for key, parameter in inspect.signature(op).parameters.items()}
-    assert defaults["interpret"] is False and defaults["backend"] is inspect.Parameter.empty
-    assert (defaults.get("local_blocks", 1), defaults.get("init_blocks", 0)) == (1, 0)
-    assert True not in [default for default in defaults.values() if isinstance(default, bool)], defaults
 
 
 def operands():
@@ -106,3 +91,13 @@ def test_another_folder_is_another_backend(tmp_path, monkeypatch, unchecked):
     short = view(jnp.zeros((2, GROUPED.B, 11 * GROUPED.P, GROUPED.H)), None, GROUPED.P)
     with pytest.raises(ValueError, match="11 blocks a row: need at most 10"):
         op.index_topk(q, short, *at, top_k=3, backend="third")
+
+
+def test_a_backend_that_jax_deprecates_says_nothing_at_each_lowering():
+    """Others' deprecations are still said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runpy.run_path(triton_common.__file__)
+        warnings.warn("The Pallas Triton backend is deprecated and will be removed", DeprecationWarning, stacklevel=1)
+        with pytest.raises(DeprecationWarning, match="Another backend"):
+            warnings.warn("Another backend is deprecated", DeprecationWarning, stacklevel=1)

@@ -18,11 +18,13 @@ from m3jax.make import Frozen
 from m3jax.model.layers import swiglu_oai
 from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import choose, interpret, run_experts, sums_in_tiles
-from m3jax.ops.cases import ExpertsCase, Stored
-from m3jax.ops.experts import ExpertWeights, experts_case, way_on_gpu
+from m3jax.ops import interpret, run_experts, sums_in_tiles
+from m3jax.ops.experts import ExpertWeights, way_on_gpu
+from pallas_kernels.expert_tiles import expert_tiles
+from pallas_kernels.expert_tiles.mosaic_tpu import Config as TilesConfig
 from pallas_kernels.few_experts import few_experts
 from pallas_kernels.grouped_experts import grouped_experts
+from pallas_kernels.mosaic_common import Chip
 from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
 
 CONFIG = tiny.config("dM", hidden_size=128, intermediate_size=128)
@@ -235,23 +237,6 @@ def test_the_kernel_s_numbers_are_the_definition_s_under_every_scale():
     np.testing.assert_allclose(found, expected, rtol=0, atol=448 * 2.0**-127)
 
 
-def test_when_the_kernel_runs_with_mxfp8(unchecked):
-    weights = lambda *shape, **how: replace(MXFP8Array(array(jnp.uint8, *shape), None), **how)
-
-    def kernel_takes_mxfp8(gate, dtype, backend="auto"):
-        return choose(experts_case("grouped", array(dtype, 300, gate.shape[2]), gate), backend) != "xla"
-
-    assert not kernel_takes_mxfp8(weights(57, 128, 6144, 3072), "bfloat16")  # no GPU here
-    with interpret():
-        assert kernel_takes_mxfp8(weights(57, 128, 6144, 3072), "bfloat16")
-        assert not kernel_takes_mxfp8(weights(57, 128, 6144, 3072), "float32")
-        assert not kernel_takes_mxfp8(weights(57, 128, 6144, 3072), "bfloat16", "xla")
-        # 2.4e9 codes: their offsets would overflow.
-        assert not kernel_takes_mxfp8(weights(1, 128, 6144, 3072), "bfloat16")
-        assert not kernel_takes_mxfp8(weights(2, 8, 128, 80), "bfloat16")
-        assert not kernel_takes_mxfp8(weights(57, 128, 6144, 3072, activations="mxfp8"), "bfloat16")
-
-
 def mxfp8_operands(tokens: int, tile: int, **widths):
     tiles = tokens * 4 // tile + min(tokens * 4, 128)
     scales = lambda w: array(jnp.uint8, *w.shape[:2], w.shape[2] // 32, w.shape[3])
@@ -278,20 +263,6 @@ def test_wrong_operands_in_mxfp8_are_refused(unchecked):
     refuse("tiles of 8 tokens", run_mxfp8, *mxfp8_operands(32, 8))
     refuse("multiples of 32 and 128", run_mxfp8, *mxfp8_operands(1, 16, hidden=96))
     refuse("multiples of 128", run_mxfp8, *mxfp8_operands(100, 32, hidden=192))
-
-
-def test_when_the_kernel_runs():
-    def kernel_runs_experts(dtype, width, hidden, backend="auto"):
-        case = ExpertsCase(path="grouped", tokens=300, dtype=dtype, width=width, hidden=hidden, stored=Stored(dtype, 1))
-        return choose(case, backend) != "xla"
-
-    assert not kernel_runs_experts("bfloat16", 6144, 3072)  # no GPU here
-    with interpret():
-        assert kernel_runs_experts("bfloat16", 6144, 3072)
-        assert kernel_runs_experts("float16", 128, 128, backend="triton")
-        assert not kernel_runs_experts("float32", 6144, 3072)
-        assert not kernel_runs_experts("bfloat16", 6144, 1000)
-        assert not kernel_runs_experts("bfloat16", 6144, 3072, backend="xla")
 
 
 def test_which_way_runs_on_a_gpu(monkeypatch, unchecked):
@@ -361,3 +332,21 @@ def test_wrong_operands_of_few_tokens_are_refused(unchecked):
     refuse("4 tokens and the choices of 3", run_few_in_bf16, x, gate, up, down, layer, array(jnp.int32, 3, 4))
     refuse("need as many, 1 to 64", run_few_in_bf16, *few_operands(65))
     refuse("need multiples of 64 and 64", run_few_in_bf16, *few_operands(4, hidden=96))
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_tiles_meet_their_experts_on_every_core(cores, unchecked, monkeypatch):
+    """Cores take turns, a part of the hidden channels a step; tiles behind the used ones stay out."""
+    monkeypatch.setattr(Chip, "current", lambda interpret: Chip(cores, 32 << 20))
+    draw = np.random.default_rng(cores)
+    gate, up, down = (draw.normal(size=(2, 4, *shape)).astype(np.float32) for shape in ((8, 16), (8, 16), (16, 8)))
+    x, share = draw.normal(size=(5, 4, 8)).astype(np.float32), draw.random((5, 4)).astype(np.float32)
+    expert, used = np.int32([2, 0, 1, 3, 1]), 4
+    run = partial(
+        expert_tiles, activate=jnp.multiply, backend="mosaic_tpu", config=TilesConfig(hidden=8), interpret=True
+    )
+    found = jax.jit(run)(x, gate, up, down, jnp.int32(1), expert, jnp.int32(used), share)
+    for tile in range(used):
+        w = [matrix[1, expert[tile]] for matrix in (gate, up, down)]
+        expected = ((x[tile] @ w[0]) * (x[tile] @ w[1])) @ w[2] * share[tile][:, None]
+        np.testing.assert_allclose(found[tile], expected, rtol=1e-4, atol=1e-4)

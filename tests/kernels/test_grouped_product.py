@@ -142,19 +142,3 @@ def test_training_runs_the_kernels_on_a_gpu_in_16_bits_and_copies_experts_elsewh
     with interpret():
         assert kernels(jnp.bfloat16, 512) == 3  # gate, up and down
         assert kernels(jnp.bfloat16, 384) == kernels(jnp.float32, 512) == 0
-
-
-@pytest.mark.parametrize(
-    ("dtype", "width", "reason"),
-    [
-        (jnp.bfloat16, 384, "experts of 384 by 256 channels (it has multiples of 256)"),
-        (jnp.float32, 384, None),
-        (jnp.bfloat16, 512, None),
-    ],
-)
-def test_products_by_name_run_or_say_why_not(dtype, width, reason):
-    from m3jax.ops.experts import why_not_path
-
-    x, gate = jnp.zeros((4, width), dtype), jnp.zeros((1, 2, width, 256), dtype)
-    with interpret():
-        assert why_not_path("products", x, gate) == reason

@@ -20,7 +20,7 @@ from m3jax.execution import Projections
 from m3jax.model.layers import rope_table
 from m3jax.ops import Heads, interpret
 from pallas_kernels.pages import paged
-from pallas_kernels.qk_norm_rope_insert import qk_norm_rope_insert
+from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
 
 CONFIG = tiny.config("dD")
 angles = jax.jit(rope_table, static_argnums=(1, 2, 3))
@@ -155,11 +155,19 @@ def close(mine, theirs):
     assert step == 1e-6 or np.mean(mine != theirs) < 0.02
 
 
-def test_projections_and_pages_come_together(unchecked):
-    x, norms, positions, lengths, table, pools = draw(GROUPED, 0)
-    k, v, _ = (paged(pool, jnp.asarray(table), layer=1) for pool in pools)
-    angles = jnp.zeros((GROUPED.B, GROUPED.T, 2))
-    with pytest.raises(ValueError, match="come together"):
-        qk_norm_rope_insert(
-            x, norms, angles, angles, positions, lengths, k, v, eps=EPS, dtype=jnp.float32, backend="triton"
-        )
+@pytest.mark.parametrize("backend", ["triton", "mosaic_tpu"])
+def test_a_layer_without_an_index_writes_keys_and_values_alone(backend):
+    """As a dense layer is: traced."""
+    array = lambda *shape: jnp.zeros(shape)
+    x = Projected(array(2, 3, 4, 8), array(2, 3, 2, 8), array(2, 3, 2, 8), None, None)
+    norms = Projected(array(8), array(8), None, None, None)
+    table, rows = jnp.zeros((2, 3), jnp.int32), (jnp.zeros((2, 3), jnp.int32), jnp.zeros(2, jnp.int32))
+
+    def insert(pool, angle):
+        places = paged(pool, table), paged(pool, table), None
+        how = dict(eps=1e-6, dtype=jnp.bfloat16, backend=backend, interpret=True)
+        return qk_norm_rope_insert(x, norms, angle, angle, *rows, *places, **how)
+
+    written = jax.eval_shape(insert, array(6, 2, 4, 8), array(2, 3, 4))
+    assert (written.q.shape, written.q.dtype) == (x.q.shape, jnp.bfloat16)
+    assert written.k.shape == written.v.shape == (6 * 2, 4, 8) and written.index_q is written.index_k is None

@@ -6,7 +6,7 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
-from support.lowering import array, lower, refuse
+from support.lowering import array, lower
 
 from pallas_kernels.dense_causal import dense_causal
 from pallas_kernels.dense_decode import dense_decode
@@ -16,12 +16,10 @@ from pallas_kernels.pages import contiguous, paged
 from pallas_kernels.qk_norm_rope_insert import Projected, qk_norm_rope_insert
 from pallas_kernels.shapes import DECODE, PREFILL, Shape
 from pallas_kernels.sparse_decode import sparse_decode
-from pallas_kernels.sparse_decode.triton.attend import default_config
 from pallas_kernels.sparse_prefill import sparse_prefill
 
 SPARSE_PREFILL = [partial(sparse_prefill, schedule=name) for name in ("query_union", "kv_block_major")]
 BY_NAME = {shape.name: shape for shape in (*PREFILL, *DECODE)}
-H200_SHARED_MEMORY = 232_448  # bytes of a thread block
 SMALL = Shape("small", 2, 70, 1000, heads=12, kv_heads=2, width=64, block_size=64, top_k=5)
 FEW = Shape("few", 2, 5, 1000, heads=6, kv_heads=2, width=64, block_size=64, top_k=5)
 
@@ -99,18 +97,6 @@ def test_decode_lowers(name, stored):
     attends = [sparse_decode, partial(dense_decode, kv_heads=shape.kv_heads)]
     for text in lower_all(shape, index_topk_decode, attends, stored=stored):
         assert "triton" in text
-
-
-@pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32], ids=["e4m3", "bf16", "fp32"])
-@pytest.mark.parametrize("name", ["decode 1 at 131,072", "decode 32 at 131,072"])
-def test_what_a_decode_fetches_ahead_fits_shared_memory(name, dtype, queries):
-    """Lowering does not see it: Triton holds keys and values of all stages but one, and both left operands."""
-    s = BY_NAME[name]
-    config = default_config(dtype, s.batch * s.kv_heads, queries)
-    keys = min(config.keys, s.block_size)
-    ahead = 2 * (config.num_stages - 1) * keys * s.width * jnp.dtype(dtype).itemsize
-    assert ahead + 16 * (s.width + keys) * 4 < H200_SHARED_MEMORY
 
 
 @pytest.mark.parametrize(
@@ -191,26 +177,3 @@ def test_insert_lowers(name, stored):
 
 
 # Errors: what was given, what is allowed, what to do.
-
-
-def test_wrong_operands_are_refused(unchecked):
-    s = SMALL
-    q, kv, index_q, index_k, table, blocks, positions, lengths = operands(s, jnp.bfloat16, jnp.bfloat16, "paged")
-    score = lambda op, **rules: (
-        lambda q, k, t, *at: op(q, paged(k, t, 0), *at, **(dict(top_k=5, backend="triton") | rules))
-    )
-    index_args = (index_q, index_k, table, positions, lengths)
-    refuse("need 1 to 16 queries", score(index_topk_decode), *index_args)
-    refuse("both together at most top_k", score(index_topk, local_blocks=4, init_blocks=2), *index_args)
-    refuse("need local_blocks >= 1", score(index_topk, local_blocks=0), *index_args)
-    refuse("must be the same", score(index_topk), array(jnp.float32, *index_q.shape), *index_args[1:])
-    refuse("the table has 2 rows", score(index_topk), array(jnp.bfloat16, 3, 70, 2, 64), *index_args[1:])
-
-    attend = lambda op: lambda q, k, v, t, *rest: op(q, paged(k, t, 0), paged(v, t, 0), *rest, backend="triton")
-    query_union, kv_block_major = SPARSE_PREFILL
-    args = (kv, kv, table, blocks, positions, lengths)
-    refuse("need 1 to 16", attend(sparse_decode), q, *args)
-    refuse("must be the same", attend(query_union), array(jnp.float32, *q.shape), *args)
-    refuse(r"must be \[2 K 70 J\]", attend(kv_block_major), q, kv, kv, table, array(jnp.int32, 2, 2, 3, 5), *args[4:])
-    refuse("lie in the same way", attend(query_union), q, kv, array(jnp.bfloat16, 1, *kv.shape[1:]), *args[2:])
-    refuse("need \\[B K S H\\]", lambda x: contiguous(x, 64), array(jnp.bfloat16, 4, 4))

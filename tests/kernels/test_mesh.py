@@ -21,7 +21,7 @@ from m3jax.parallel import AXES
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
-@pytest.mark.further  # what a layer reads in place, tests/ops/test_pieces.py asks of every matrix
+@pytest.mark.further  # what a layer reads in place, tests/execution/test_divided.py asks of every matrix
 def test_a_step_over_tensors_runs_the_kernels_of_one_device():
     """At M3's widths, in its last dense layer and its first sparse one; attention's are not asked for here."""
     full = M3Config.m3()

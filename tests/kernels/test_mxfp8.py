@@ -1,8 +1,6 @@
 """Kernels that multiply by MXFP8 weights: in interpret mode against the definition, and their lowering for CUDA."""
 
 import inspect
-import math
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -22,15 +20,14 @@ from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
 from m3jax.model import abstract, quantize
 from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import ProductCase, choose, interpret, project, project_each, run_experts
-from m3jax.ops.experts import ExpertWeights, experts_case
+from m3jax.ops import interpret, project, project_each, run_experts
+from m3jax.ops.experts import ExpertWeights
 from m3jax.ops.measured import MXFP8_ROWS
 from m3jax.parallel import parse_mesh
 from m3jax.weights import StackedLayer
 from pallas_kernels.mosaic_mxfp8 import Config as TpuConfig
 from pallas_kernels.mxfp8_experts import mxfp8_experts
-from pallas_kernels.mxfp8_grouped import mosaic_gpu, mxfp8_grouped
-from pallas_kernels.mxfp8_grouped import triton as grouped_triton
+from pallas_kernels.mxfp8_grouped import mxfp8_grouped
 from pallas_kernels.mxfp8_grouped.mosaic_gpu import rows_of_tiles
 from pallas_kernels.mxfp8_grouped.triton import Config as GroupedConfig
 from pallas_kernels.mxfp8_numbers import mxfp8_numbers
@@ -274,25 +271,6 @@ def test_no_matrix_is_copied_out_of_its_stack_for_a_kernel():
     assert calls.count("mxfp8_project_few") == 4 and "mxfp8_experts_few_out" in calls
 
 
-def test_when_a_layer_is_read_where_it_lies():
-    reads = lambda stack, dtype, backend: choose(ProductCase.of(stack, stack.num_inputs, 300, dtype), backend) != "xla"
-    stack = lambda *shape, **how: replace(MXFP8Array(array(jnp.uint8, *shape), None), **how)
-    assert not reads(stack(57, 6144, 8192), "bfloat16", "auto")  # no GPU here
-    with interpret():
-        assert reads(stack(3, 6144, 64, 128, num_outputs=2), "bfloat16", "auto")
-        assert reads(stack(3, 64, 128, 6144, num_inputs=2), "float16", "triton")
-        assert not reads(stack(3, 6144, 8192), "float32", "auto")
-        assert not reads(stack(3, 6144, 8192), "bfloat16", "xla")
-        assert not reads(stack(3, 6160, 8192), "bfloat16", "auto")  # half a block
-        assert not reads(stack(3, 6144, 48), "bfloat16", "auto")
-        assert not reads(stack(57, 6144, 8192), "bfloat16", "auto")  # 2.9e9 codes: offsets would overflow
-        assert not reads(stack(3, 6144, 8192, activations="mxfp8"), "bfloat16", "auto")
-    with interpret(STRICT):
-        assert reads(stack(3, 6144, 8192), "bfloat16", "auto")
-        assert not reads(stack(3, 6144, 8192), "float16", "auto")
-        assert not reads(stack(3, 1536, 8192), "bfloat16", "auto")  # neither one step nor whole ones
-
-
 @pytest.mark.further  # as the kernels of test_few_tokens.py
 def test_meshes_and_the_invariant_mode_multiply_by_xla():
     """A kernel sees one device's memory, and has an order of sums for each number of rows."""
@@ -395,13 +373,6 @@ def test_the_works_of_a_product_are_all_of_it_once(num_rows, channels_and_widths
         np.testing.assert_array_equal(out, x @ matrix)
 
 
-def test_channels_are_divided_until_the_programs_have_works():
-    """M3's o, 24 pieces for 132 programs, in 5 parts; q, k, v and the index's, 39, in 3; at most into all steps."""
-    assert project_mosaic.num_parts(24, 128, 132) == 5 and project_mosaic.num_parts(39, 96, 132) == 3
-    assert project_mosaic.num_parts(132, 96, 132) == project_mosaic.num_parts(1000, 96, 132) == 1
-    assert project_mosaic.num_parts(1, 96, 132) == 12 and project_mosaic.num_parts(1, 2, 132) == 2
-
-
 def test_on_a_hopper_gpu_some_rows_take_mosaic_s_projections(monkeypatch):
     """In bfloat16, of 3 to 256 rows; more have their numbers written, fewer Triton's kernel."""
     kept, taken = MXFP8Array(*drawn(2, 128, 256)), []
@@ -457,44 +428,6 @@ def test_experts_of_many_tokens_are_those_of_the_definition(tile, config):
     )
     hidden = np.asarray(jnp.asarray(hidden, jnp.bfloat16), np.float64)
     assert distance(out, np.einsum("xaf,xafd->xad", hidden, numbers(down)[chosen])) < 4e-3
-
-
-@pytest.mark.parametrize(("op", "has_pairs"), [(mxfp8_grouped, True), (mxfp8_experts, False)])
-def test_every_tile_has_a_program_for_each_piece_of_its_outputs(op, has_pairs):
-    """Traced alone: of hidden widths that are four pieces, and outputs that are two, in seven tiles of 32."""
-    weights = lambda inputs, outputs: Weights(
-        array(jnp.uint8, 2, 3, inputs, outputs), array(jnp.uint8, 2, 3, inputs // 32, outputs)
-    )
-    how = dict(num_chosen=2) if has_pairs else {}
-    call = partial(op, activate=lambda gate, up: gate * up, backend="triton", interpret=True, **how)
-    rows = (array(jnp.int32, 7, 32), array(jnp.int32, 7)) if has_pairs else (
-        array(jnp.int32, 7, 32), array(jnp.bool_, 7, 32),
-    )  # fmt: skip
-    traced = jax.jit(call).trace(
-        array(jnp.bfloat16, 112, 256), weights(256, 512), weights(256, 512), weights(512, 256),
-        array(jnp.int32), array(jnp.int32, 7), *rows,
-    )  # fmt: skip
-    calls = [each for each in equations(traced.jaxpr.jaxpr) if each.primitive.name == "pallas_call"]
-    assert [math.prod(each.params["grid_mapping"].grid) for each in calls] == [7 * 512 // 128, 7 * 256 // 128]
-    rows_of_out = (112, 2) if has_pairs else (7, 32)
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(traced.out_info)] == [((*rows_of_out, 256), jnp.float32)]
-
-
-@pytest.mark.parametrize("columns", [64, 256])
-def test_a_piece_of_a_matrix_is_multiplied_whatever_its_threads_own(columns):
-    """Two or eight neighbouring columns a thread, of the second piece, and two blocks of channels a step."""
-    weights, x = drawn(2, 3, 128, 512), tokens(16, 128)
-    config = GroupedConfig(columns=columns, depth=64)
-    take_rows = lambda depth: jax.lax.dynamic_slice_in_dim(x, depth.start, depth.size, axis=1)
-
-    @jax.jit
-    def product(weights):
-        return grouped_triton._product(
-            take_rows, 16, 128, x.dtype, weights, where=(1, 2), first_column=columns, config=config, interpret=True
-        )
-
-    expected = np.asarray(x, np.float64) @ numbers(weights)[2][:, columns : 2 * columns]
-    assert distance(product(weights), expected) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -559,36 +492,6 @@ def test_rows_of_tiles_have_room_for_the_worst_counts():
     assert first_row.tolist() == [0, 8, 16, 24, 32] and of_row[first_row].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_when_experts_of_many_tokens_have_a_kernel_of_their_own(unchecked):
-    """From 64 pairs an expert on, in MXFP8, on a GPU; the invariant mode keeps one kernel for any number of pairs."""
-    stack = replace(MXFP8Array(array(jnp.uint8, 57, 128, 6144, 3072), None))
-    of_pairs = lambda pairs, gate=stack: replace(
-        experts_case("mxfp8_grouped", array(jnp.bfloat16, 2048, 6144), gate), expert_pairs=pairs
-    )
-    assert choose(of_pairs(64)) == "xla"  # no GPU here
-    with interpret():
-        assert choose(of_pairs(64)) == "triton" and choose(of_pairs(63)) == "xla"
-        assert choose(of_pairs(64), "xla") == "xla"
-        assert choose(of_pairs(64, array(jnp.bfloat16, 57, 128, 6144, 3072))) == "xla"
-
-
-def test_a_call_takes_the_kernel_of_many_tokens_by_its_pairs_alone():
-    """130 tokens of one choice among two experts are 65 pairs each; in fixed tiles the kernel stays the other one."""
-    kept = ExpertWeights(*(MXFP8Array(*drawn(2, 2, 128, 128, seed=seed)) for seed in range(3)))
-    multiply = lambda gate, up: (gate * up).astype(jnp.bfloat16)
-
-    def names(num_tokens, path="auto"):
-        x, ids = tokens(num_tokens, 128), jnp.zeros((num_tokens, 1), jnp.int32)
-        with interpret():
-            run = lambda x, ids: run_experts(x, kept, ids, LAYER, multiply, path=path)
-            jaxpr = jax.make_jaxpr(run)(x, ids).jaxpr
-        return {str(e.params["name"]) for e in equations(jaxpr) if e.primitive.name == "pallas_call"}
-
-    assert "mxfp8_grouped_out" in names(130)
-    assert "mxfp8_grouped_out" not in names(126)
-    assert "mxfp8_grouped_out" not in names(130, "in_fixed_tiles")
-
-
 def test_on_a_hopper_gpu_many_tokens_take_mosaic_s_kernel(monkeypatch):
     """In bfloat16, from a pair for four experts on, in tiles of twice the mean; never where bits are a pair's own."""
     kept = ExpertWeights(*(MXFP8Array(*drawn(2, 8, 128, 128, seed=seed)) for seed in range(3)))
@@ -618,15 +521,3 @@ def test_on_a_hopper_gpu_many_tokens_take_mosaic_s_kernel(monkeypatch):
     assert of("9.0", 1) == [] and of("8.9", 256) == [] and of(None, 256) == []
     assert of("8.9", 512) == of("10.0", 512) == of("9.0", 512, jnp.float16) == [("triton", 128)]
     assert of("9.0", 512, path="in_fixed_tiles") == []
-
-
-@pytest.mark.parametrize("width", [256, 384])
-def test_a_program_s_pieces_are_whole_and_its_stages_find_room(width):
-    """Pieces of 128 columns where a thread has registers for their sums, and halves of the width are whole pieces."""
-    for tile in (16, 32, 64, 128, 256):
-        config = mosaic_gpu.default_config(tile, width)
-        assert config.columns == (128 if width == 256 and tile <= 128 else 64)
-        assert width // 2 % config.columns == 0
-        of_stage = 2 * 64 * tile + 2 * (64 + 2) * config.columns
-        exchanged = 2 * 16 * 128 * 4
-        assert config.num_stages >= 5 and config.num_stages * (of_stage + 2 * 8) + exchanged <= 227 << 10

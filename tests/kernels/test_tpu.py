@@ -43,7 +43,6 @@ from support.tpu_interpreter import STRICT
 
 from m3jax.model.layers import rope_table
 from pallas_kernels.dense_causal import dense_causal
-from pallas_kernels.dense_causal import mosaic_tpu as dense_tpu
 from pallas_kernels.dense_causal.mosaic_tpu import Config as DenseConfig
 from pallas_kernels.index_topk import index_topk as index_kernel
 from pallas_kernels.index_topk.mosaic_tpu import Config as IndexConfig
@@ -52,13 +51,11 @@ from pallas_kernels.index_topk_decode.mosaic_tpu import Config as IndexDecodeCon
 from pallas_kernels.mosaic_common import Chip
 from pallas_kernels.pages import paged
 from pallas_kernels.qk_norm_rope_insert import qk_norm_rope_insert
-from pallas_kernels.sparse_decode import mosaic_tpu as decode_tpu
 from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_decode.mosaic_tpu import Config as DecodeConfig
 from pallas_kernels.sparse_prefill import sparse_prefill
 from pallas_kernels.sparse_prefill.mosaic_tpu import Config, kv_block_major
 
-union_tpu = import_module("pallas_kernels.sparse_prefill.mosaic_tpu.query_union")  # its function has its name
 further = pytest.mark.further
 FEW = 3  # queries that a decode kernel is given
 # Of 40 keys, so that few steps of the interpreter drop many blocks; three heads to each of two groups.
@@ -260,38 +257,22 @@ def test_a_tile_starts_the_copies_of_the_next_one():
     check(attention(case, "paged", blocks, **ATTENTION["query_union"]), of_definition(case, blocks))
 
 
-@pytest.mark.parametrize("name", ["query_union", "dense", "decode"])
-def test_rows_are_taken_as_many_at_a_time_as_scalar_memory_holds(name, monkeypatch):
-    """Five rows in groups of two by their lists; all at once where keys lie in rows, and a kernel has no lists."""
-    q, blocks = jnp.arange(5 * 4 * 2 * 8.0).reshape(5, 4, 2, 8), jnp.zeros((5, 1, 4, 2), jnp.int32)
-    at, how = (jnp.zeros((5, 4), jnp.int32), jnp.ones(5, jnp.int32)), dict(return_lse=True, interpret=STRICT)
-    dense = partial(dense_causal, kv_heads=1, backend="mosaic_tpu")
-    module, listed, run = {
-        "query_union": (union_tpu, 0, lambda pages: sparse_prefill(q, pages, pages, blocks, *at, **tiled, **how)),
-        "dense": (dense_tpu, 0, lambda pages: dense(q, pages, pages, *at, **how)),
-        "decode": (
-            decode_tpu,
-            blocks[0].size,
-            lambda pages: sparse_decode(q, pages, pages, blocks, *at, **tiled, **how),
-        ),
-    }[name]
-    tiled = {key: option for key, option in ATTENTION.get(name, {}).items() if key != "op"}
-    taken = []
-
-    def attend_rows(q, v, *of_rows, rows, **sizes):
-        taken.append(rows.indices(5))
-        return q[:, :4], q[:, :4, :, 0]
-
-    monkeypatch.setattr(module, "_attend_rows", attend_rows)
-    monkeypatch.setattr(module, "PREFETCHED", 2 * (3 + listed) + 1)
-    in_pages = paged(jnp.zeros((1, 15, 1, 4, 8)), jnp.arange(15, dtype=jnp.int32).reshape(5, 3), 0)
-    in_rows = view(jnp.zeros((1, 5, 1, 12, 8)), None, 4)
-    for pages, expected in ((in_pages, [0, 2, 4]), (in_rows, [0, 2, 4] if listed else [0])):
-        out, lse = run(pages)
-        np.testing.assert_array_equal(out, q)
-        np.testing.assert_array_equal(lse, q[..., 0])
-        assert [start for start, *_ in taken] == expected, taken
-        taken.clear()
+@pytest.mark.parametrize(
+    ("name", "listed"), [("query_union", 0), ("decode", FEW * 2 * 3), pytest.param("dense", 0, marks=further)]
+)
+def test_rows_are_taken_as_many_at_a_time_as_scalar_memory_holds(name, listed, monkeypatch):
+    """Three rows, in groups of two by their lists, are attended to as all at once."""
+    modules = dict(decode="sparse_decode.mosaic_tpu", dense="dense_causal.mosaic_tpu")
+    module = import_module(f"pallas_kernels.{modules.get(name, 'sparse_prefill.mosaic_tpu.query_union')}")
+    options = dict(DENSE, kv_heads=SMALL.K) if name == "dense" else ATTENTION[name]
+    case = fitting(prefill(replace(SMALL, B=3, S=24), 3), options)  # a shape of its own: it is traced here
+    monkeypatch.setattr(module, "PREFETCHED", 2 * (case.shape.M + listed) + 1)
+    if name == "dense":
+        blocks, expected = None, dense_attention(*case.qkv(), case.positions, case.lengths)
+    else:
+        blocks = case.any_blocks()
+        expected = of_definition(case, blocks)
+    check(attention(case, "paged", blocks, **options), expected)
 
 
 @pytest.mark.parametrize("layout", ["paged", pytest.param("contiguous", marks=further)])
@@ -518,78 +499,6 @@ def test_a_kernel_s_estimate_is_what_it_moves(name, monkeypatch):
     assert moved == pytest.approx(estimate, rel=0.02), f"{moved} bytes, and {estimate} by the estimate"
 
 
-@pytest.mark.parametrize(("name", "pages"), [("dense", 16), ("query_union", 32), ("decode", 32)])
-def test_an_estimate_counts_the_pages_of_keys_and_of_values(name, pages):
-    """Of two KV heads and eight blocks: by each of a tile's steps, or of a token's, where four blocks are chosen."""
-    fn, *args = call_that_reads_all(name)
-    traced = jax.jit(fn).trace(*args).jaxpr.jaxpr
-    (call,) = (eqn for eqn in all_equations(traced) if eqn.primitive.name == "pallas_call")
-    in_scalar_memory = sum(
-        x.aval.size * x.aval.dtype.itemsize for x in call.invars[: call.params["grid_mapping"].num_index_operands]
-    )
-    copied = 2 * pages * GROUPED.P * GROUPED.H * 4  # in float32
-    moved = copied + fetched_by_index_maps(call) + in_scalar_memory
-    assert call.params["cost_estimate"].bytes_accessed == pytest.approx(moved, rel=0.02)
-
-
-@pytest.mark.parametrize(("name", "layout"), [("prefill", "paged"), ("prefill", "contiguous"), ("decode", "paged")])
-def test_a_selection_has_the_shape_and_its_keys_the_dtype_that_are_promised(name, layout):
-    """Traced alone: bfloat16 queries of one-byte keys, forced blocks, and a last tile that is not full."""
-    shape, op = replace(SMALL, T=FEW if name == "decode" else 7), INDEX[name]["op"]
-    index_q = jax.ShapeDtypeStruct((shape.B, shape.T, shape.K, shape.H), jnp.bfloat16)
-    sizes = (9, shape.P) if layout == "paged" else (shape.B, shape.M * shape.P)
-    memory = jax.ShapeDtypeStruct((2, *sizes, shape.H), jnp.float8_e4m3fn)
-    table, positions, lengths = (jax.ShapeDtypeStruct((shape.B, *n), jnp.int32) for n in ((shape.M,), (shape.T,), ()))
-    table = table if layout == "paged" else None
-    options = dict(INDEX[name], top_k=shape.J, local_blocks=2, return_keys=True)
-    del options["op"]
-    call = lambda q, k, table, *at: op(q, view(k, table, shape.P), *at, interpret=STRICT, **options)
-    found = jax.eval_shape(call, index_q, memory, table, positions, lengths)
-    chosen = (shape.B, shape.K, shape.T, shape.J)
-    assert [(x.shape, x.dtype) for x in found] == [(chosen, jnp.int32), (chosen, jnp.float32)]
-
-
-def test_attention_by_blocks_has_the_shape_and_dtype_that_are_promised():
-    """Traced alone: queries in bfloat16, in chunks of which the last is not full."""
-    shape = replace(SMALL, T=7)
-    q = jax.ShapeDtypeStruct((shape.B, shape.T, shape.N, shape.H), jnp.bfloat16)
-    memory = jax.ShapeDtypeStruct((2, 9, shape.K, shape.P, shape.H), jnp.bfloat16)
-    blocks = jax.ShapeDtypeStruct((shape.B, shape.K, shape.T, shape.J), jnp.int32)
-    table, positions, lengths = (jax.ShapeDtypeStruct((shape.B, *n), jnp.int32) for n in ((shape.M,), (shape.T,), ()))
-
-    def call(q, k, table, *rest):
-        pages, how = view(k, table, shape.P), dict(chunk=4, config=Config(tokens=4))
-        return kv_block_major(q, pages, pages, *rest, return_lse=True, interpret=STRICT, **how)
-
-    found = jax.eval_shape(call, q, memory, table, blocks, positions, lengths)
-    assert [(x.shape, x.dtype) for x in found] == [(q.shape, jnp.bfloat16), (q.shape[:-1], jnp.float32)]
-
-
-@pytest.mark.parametrize("num_blocks", [9, 10])
-def test_lists_of_a_prefill_by_blocks_fit_scalar_memory(num_blocks, monkeypatch):
-    """Two lists of works and a row's table; 4,096 words of what there is twice are left to others. Traced alone."""
-    shape = replace(SMALL, T=7)
-    q = jax.ShapeDtypeStruct((1, shape.T, shape.N, shape.H), jnp.bfloat16)
-    blocks = jax.ShapeDtypeStruct((1, shape.K, shape.T, shape.J), jnp.int32)
-    memory = jax.ShapeDtypeStruct((2, num_blocks, shape.K, shape.P, shape.H), jnp.bfloat16)
-    table, positions, lengths = (jax.ShapeDtypeStruct((1, *n), jnp.int32) for n in ((num_blocks,), (shape.T,), ()))
-
-    def call(q, k, table, *rest):
-        pages = view(k, table, shape.P)
-        return kv_block_major(q, pages, pages, *rest, return_lse=True, interpret=STRICT, config=Config(tokens=4))
-
-    pairs = shape.K * shape.T * shape.J
-    most_works = -(-pairs // 4) + min(pairs, shape.K * num_blocks)
-    fitting_words = math.ceil((2 * most_works + num_blocks + 4096) / 2)
-    module = import_module("pallas_kernels.sparse_prefill.mosaic_tpu.kv_block_major")
-    traced = lambda: jax.eval_shape(partial(call), q, memory, table, blocks, positions, lengths)  # not what it was
-    monkeypatch.setattr(module, "PREFETCHED", fitting_words)
-    traced()
-    monkeypatch.setattr(module, "PREFETCHED", fitting_words - 1)
-    with pytest.raises(ValueError, match=f"{num_blocks} blocks x {shape.K} KV heads: too many"):
-        traced()
-
-
 @pytest.mark.parametrize(("name", "count"), [("dense", 2), ("query_union", 4), ("index", 1)])
 def test_each_step_of_several_cores_has_blocks_of_its_own(name, count, monkeypatch):
     """Three cores share the steps, and some only fill up their shares: all blocks are whole ones of their arrays."""
@@ -618,24 +527,12 @@ def test_each_step_of_several_cores_has_blocks_of_its_own(name, count, monkeypat
 
 
 def test_wrong_operands_are_refused(unchecked):
-    """The error says what was given and what is allowed."""
+    """What a TPU's kernels alone refuse; tests/kernels/test_refusals.py has what every op does."""
     case = prefill(replace(GROUPED, B=1, T=17), 0)
-    q, k = (jnp.asarray(x) for x in case.index())
-    at = jnp.asarray(case.positions), jnp.asarray(case.lengths)
-    pages = view(jnp.stack([k, k]), None, 4)
-    options = dict(top_k=3, backend="mosaic_tpu", interpret=STRICT)
-    with pytest.raises(ValueError, match="need 1 to 16"):
-        index_topk_decode(q, pages, *at, **options)
-    with pytest.raises(ValueError, match="both together at most top_k"):
-        index_kernel(q, pages, *at, **options, local_blocks=3, init_blocks=1)
-    with pytest.raises(ValueError, match="need the same width"):
-        index_kernel(q.astype(jnp.bfloat16), pages, *at, **options)
     q, k, v = (jnp.asarray(x) for x in case.qkv())
     views = [view(jnp.stack([x.swapaxes(1, 2)] * 2), None, 4) for x in (k, v)]
-    blocks = jnp.asarray(case.any_blocks())
+    at = jnp.asarray(case.any_blocks()), jnp.asarray(case.positions), jnp.asarray(case.lengths)
     with pytest.raises(ValueError, match="needs a width"):
-        sparse_prefill(q, *views, blocks, *at, backend="mosaic_tpu")
-    with pytest.raises(ValueError, match="need 1 to 16"):
-        sparse_decode(q, *views, blocks, *at, backend="mosaic_tpu", interpret=STRICT)
+        sparse_prefill(q, *views, *at, backend="mosaic_tpu")
     with pytest.raises(ValueError, match="allowed are 'auto'"):
-        sparse_prefill(q, *views, blocks, *at, schedule="dense", backend="mosaic_tpu", interpret=STRICT)
+        sparse_prefill(q, *views, *at, schedule="dense", backend="mosaic_tpu", interpret=STRICT)

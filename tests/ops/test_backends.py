@@ -27,7 +27,7 @@ from m3jax.decoding.engine.shapes import Shapes
 from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous, contiguous_index
 from m3jax.msa.share import Share
 from m3jax.ops import BACKENDS, attend, attend_all, attend_selected, cases, insert_backend, interpret, measured, select
-from m3jax.ops.backends import choose, why_not
+from m3jax.ops.backends import choose
 from m3jax.ops.cases import PagesCase
 from m3jax.parallel import AXES
 from pallas_kernels import dense_causal
@@ -107,25 +107,6 @@ def test_the_wrong_platform_and_unknown_names_are_errors():
     with pytest.raises(ValueError, match="cannot run this dense: it needs a GPU"):
         model().with_backend("triton")(jnp.asarray(tiny.tokens(CONFIG, 1, 8)))
     assert set(BACKENDS) == {"auto", "xla", "triton", "mosaic_tpu"}
-
-
-@pytest.mark.parametrize("slots", [4, 32])
-def test_every_number_of_slots_that_is_promised_has_a_kernel(slots):
-    """The limits themselves, of selection and of sparse attention; dense attention has no slots."""
-    with on_a_gpu():
-        assert (
-            choose(replace(SELECT, slots=slots), "triton")
-            == choose(replace(PREFILL, slots=slots), "triton")
-            == "triton"
-        )
-        assert choose(replace(PREFILL, op="dense", slots=0), "triton") == "triton"
-
-
-def test_e4m3_is_for_decode():
-    with on_a_gpu():
-        assert why_not(replace(DECODE, stored=E4M3), "triton") is None
-        assert why_not(replace(SELECT, stored=E4M3, queries=16), "triton") is None
-        assert why_not(replace(INSERT, stored=E4M3), "triton") is None  # it only writes them
 
 
 @pytest.mark.parametrize("index_dtype, expected", [("bfloat16", "triton"), ("float8_e4m3fn", "triton"),

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from support.lowering import equations
 
-from m3jax.msa.inversion import Tiles
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import EXPERT_PATHS, experts, interpret, measured, run_experts, sums_in_tiles
+from m3jax.ops import EXPERT_PATHS, experts, interpret, measured, run_experts
 from m3jax.ops.experts import ExpertWeights, why_not_path
 from m3jax.vectors.groups import experts as group
 from m3jax.weights import StackedLayer
@@ -160,17 +159,6 @@ def test_one_order_of_sums_and_mxfp8_take_kernels_where_there_are_some(taken):
     assert run(kept, 4) == ("one_by_one", dict(num_shares=1))
 
 
-def test_heights_of_tiles_are_those_that_units_of_matrices_multiply():
-    """Powers of two, 16 at least on a GPU and a whole unit of 128 on a TPU; the lower ones come first."""
-    for tiles in (measured.KERNEL_TILES, measured.MXFP8_TILES):
-        assert tiles == tuple(sorted(tiles)) and min(tiles) == 16
-    of_gpu = *measured.KERNEL_TILES, *measured.MXFP8_TILES, measured.ORDERED_TILE, measured.PRODUCT_TILE
-    for tile in (*of_gpu, measured.COPIED_TILE, measured.CPU_TILE, experts._FIXED_TILE):
-        assert tile & (tile - 1) == 0, tile
-    assert min(of_gpu) == 16 and measured.TPU_EXPERT_TILE == 128
-    assert {measured.ORDERED_TILE} <= set(measured.KERNEL_TILES) & set(measured.MXFP8_TILES)
-
-
 # What stands around a kernel
 
 EXPERTS = 4
@@ -178,117 +166,6 @@ EXPERTS = 4
 
 def drawn(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
-
-
-def choice(pairs: int, least: int = -1) -> np.ndarray:
-    """Two experts for each token; -1 for one that is elsewhere."""
-    ids = np.random.default_rng(pairs).integers(least, EXPERTS, (pairs // 2, 2))
-    return np.maximum(ids, -1).astype(np.int32)
-
-
-def by_expert(x, expert):
-    """What stands for an expert: a multiple of the token, by which each is known."""
-    return x * (1 + expert)
-
-
-@pytest.fixture
-def by_hand(monkeypatch):
-    """The tiles of each expert, made without a program; kernels without gradients, which get numbers."""
-
-    def invert(ids, num_experts, tile):
-        pairs_of = [np.flatnonzero(np.asarray(ids) == expert) for expert in range(num_experts)]
-        filled = [(e, pairs[i : i + tile]) for e, pairs in enumerate(pairs_of) for i in range(0, len(pairs), tile)]
-        count = ids.size // tile + min(ids.size, num_experts)
-        block, pair, valid = (
-            np.full(count, num_experts - 1),
-            np.zeros((count, tile), int),
-            np.zeros((count, tile), bool),
-        )
-        place_of = np.zeros(ids.size, int)
-        for place, (expert, pairs) in enumerate(filled):
-            block[place], pair[place, : len(pairs)], valid[place, : len(pairs)] = expert, pairs, True
-            place_of[pairs] = place * tile + np.arange(len(pairs))
-        row = np.zeros(count, int)
-        tiles = row, row, block, pair // ids.shape[-1], pair
-        whole = lambda x: jnp.asarray(x, jnp.int32)
-        return Tiles(*map(whole, tiles), jnp.asarray(valid), whole(place_of.reshape(ids.shape)))
-
-    monkeypatch.setattr(experts, "invert", invert)
-    monkeypatch.setattr("pallas_kernels.gradient.with_gradient", lambda kernel, schedule, count: kernel)
-
-
-@pytest.mark.parametrize("kernels", ["triton", "mosaic_tpu"])
-def test_few_pairs_in_mxfp8_are_their_own_tiles_and_many_share_theirs(kernels, by_hand, monkeypatch):
-    """Up to one and a half an expert on a GPU, up to 16 on a TPU; then as high as an expert has pairs, or higher."""
-    heights = []
-
-    def kernel(x, gate, up, down, layer, expert, token, valid, *, backend, **options):
-        assert backend == kernels and token.shape == valid.shape
-        heights.append(token.shape[1])
-        x, expert, token, valid = map(np.asarray, (x, expert, token, valid))
-        return jnp.asarray(np.where(valid[..., None], by_expert(x[token], expert[:, None, None]), np.nan), jnp.float32)
-
-    monkeypatch.setattr("pallas_kernels.mxfp8_experts.mxfp8_experts", kernel)
-    monkeypatch.setattr(experts, "kernels_here", lambda backend: kernels)
-    kept = MXFP8Array(jnp.zeros((1, EXPERTS, 32, 32), jnp.uint8), jnp.zeros((1, EXPERTS, 1, 32), jnp.uint8))
-    most = 6 if kernels == "triton" else 16
-    on_both = (most, 1, 1), (most + 2, 1, 16)
-    for pairs, least_tile, height in (*on_both, *[(most, 64, 64), (66, 1, 16)] * (kernels == "triton")):
-        x, ids = drawn(pairs // 2, 32), choice(pairs)
-        operands = jnp.asarray(x), ExpertWeights(kept, kept, kept), jnp.asarray(ids), jnp.int32(0), jnp.multiply
-        found = np.asarray(experts.grouped(*operands, least_tile))
-        expected = by_expert(x[:, None], ids[..., None])
-        np.testing.assert_allclose(found[ids >= 0], expected[ids >= 0], rtol=1e-6)
-        assert heights.pop() == height and not heights, (pairs, least_tile)
-
-
-def test_a_kernel_s_tiles_are_twice_as_high_as_an_expert_has_pairs(by_hand, monkeypatch):
-    """So that few experts need a second one; each tile's pairs come first in it, and are counted."""
-    heights = []
-
-    def kernel(x, gate, up, down, layer, expert, pair, count, *, num_chosen, backend, **options):
-        heights.append(pair.shape[1])
-        out = np.full((len(x) * num_chosen, x.shape[1]), np.nan, np.float32)
-        for one, pairs, how_many in zip(*map(np.asarray, (expert, pair, count)), strict=True):
-            out[pairs[:how_many]] = by_expert(np.asarray(x)[pairs[:how_many] // num_chosen], one)
-        return jnp.asarray(out.reshape(len(x), num_chosen, -1))
-
-    monkeypatch.setattr("pallas_kernels.grouped_experts.grouped_experts", kernel)
-    stack = jnp.zeros((1, EXPERTS, 8, 8), jnp.bfloat16)
-    for pairs, least_tile, height in ((32, 1, 16), (36, 1, 32), (36, 64, 64), (280, 1, 128)):
-        x, ids = drawn(pairs // 2, 8), choice(pairs)
-        operands = jnp.asarray(x), ExpertWeights(stack, stack, stack), jnp.asarray(ids), jnp.int32(0), jnp.multiply
-        found = np.asarray(experts.grouped(*operands, least_tile))
-        expected = by_expert(x[:, None], ids[..., None])
-        np.testing.assert_allclose(found[ids >= 0], expected[ids >= 0], rtol=1e-6)
-        assert heights.pop() == height and not heights, (pairs, least_tile)
-
-
-def test_sums_in_tiles_add_each_token_s_pairs_once(by_hand, monkeypatch):
-    """Whatever stands in places without a pair, with as many places as pairs; an order of sums that no sort decides."""
-    monkeypatch.setattr(measured, "TPU_EXPERT_TILE", 4)
-    heights, sorts = [], []
-
-    def kernel(tokens, gate, up, down, layer, expert, used, row_weights, **options):
-        heights.append(len(expert))
-        tokens, expert, used, row_weights = map(np.asarray, (tokens, expert, used, row_weights))
-        out = by_expert(tokens, expert[:, None, None]) * row_weights[..., None]
-        return jnp.asarray(np.where((np.arange(len(expert)) < used)[:, None, None], out, np.nan), jnp.float32)
-
-    def argsort(x, stable=True):
-        sorts.append(stable)
-        return np.argsort(np.asarray(x), stable=True)
-
-    monkeypatch.setattr("pallas_kernels.expert_tiles.expert_tiles", kernel)
-    monkeypatch.setattr(experts.jnp, "argsort", argsort)
-    stack = jnp.zeros((1, EXPERTS, 8, 8))
-    x, given, most_pairs = drawn(13, 8), drawn(13, 2), int((choice(26) >= 0).sum())
-    for ids in (choice(26), choice(26, least=-9), np.full((13, 2), -1, np.int32)):  # most are held here, a few, none
-        pairs = np.where(ids[..., None] >= 0, by_expert(x[:, None], ids[..., None]) * given[..., None], 0)
-        weights, layer = ExpertWeights(stack, stack, stack), jnp.int32(0)
-        operands = jnp.asarray(x), weights, jnp.asarray(ids), jnp.asarray(given), layer, jnp.multiply
-        np.testing.assert_allclose(sums_in_tiles(*operands, most_pairs), pairs.sum(1), rtol=1e-5, atol=1e-6)
-        assert heights.pop() == min(26 // 4 + EXPERTS, most_pairs // 4 + EXPERTS) and sorts.pop()
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", jax.lax.Precision.HIGHEST), ("bfloat16", None)])

@@ -12,11 +12,9 @@ from support.lowering import array, lower
 from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous, contiguous_index
 from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
 from m3jax.msa.schedules.lanes import invariant, invariant_all, select_invariant
-from m3jax.ops import attend_all, attend_selected, interpret, lanes, run_experts, select
+from m3jax.ops import attend_all, attend_selected, interpret, run_experts, select
 from m3jax.ops.experts import ExpertWeights
 from m3jax.tiles import by_tiles
-from pallas_kernels.pages import contiguous as contiguous_pages
-from pallas_kernels.pages import paged
 
 BATCH, QUERIES, HEADS, KV_HEADS, WIDTH, SIZE, BLOCKS = 2, 20, 4, 2, 16, 8, 6
 RULES = SelectionRules(top_k=3, local_blocks=1, init_blocks=0, score="max")
@@ -55,7 +53,6 @@ def run(q, index_q, views, positions, backend):
     return blocks.swapaxes(1, 2), sparse, attend_all(q, view, positions, LENGTHS, **how)[0]
 
 
-@pytest.mark.further  # on a GPU: tests/gpu/test_invariance.py
 def test_kernels_compute_what_xla_does_and_a_query_s_bits_are_its_own(memory):
     """More queries than a kernel of a decode step takes, in pages, and the last of them alone, in one piece."""
     q, index_q, paged, in_one_piece = memory
@@ -163,29 +160,6 @@ def test_invariant_kernels_read_float8_by_its_scales(memory):
             found = attend(view, backend)
         for x, y in zip(found, wanted, strict=True):
             np.testing.assert_allclose(x, y, rtol=0, atol=2e-5, err_msg=backend)
-
-
-@pytest.mark.parametrize("has_table", [True, False])
-def test_lanes_are_the_pieces_of_a_row_and_join_to_it(has_table):
-    """Three lanes of two queries of a row of five, the last one filled up with padding; two queries are one lane."""
-    rng = np.random.default_rng(0)
-    q, chosen = rng.normal(size=(2, 5, 3, 4)).astype(np.float32), rng.integers(0, 6, (2, 5, 2, 3)).astype(np.int32)
-    positions, lengths = rng.integers(0, 24, (2, 5)).astype(np.int32), np.array([24, 11], np.int32)
-    memory, table = jnp.zeros((1, 12, 1, 4, 4)), jnp.asarray(rng.permutation(12).reshape(2, 6).astype(np.int32))
-    pages = paged(memory, table, 0) if has_table else contiguous_pages(jnp.zeros((1, 2, 1, 24, 4)), 4, 0)
-    place = lambda pages: pages.locate(pages.finder(), jnp.arange(len(pages.table))[:, None], 0, jnp.arange(6))[0]
-    of_rows = place(pages) if has_table else np.arange(12).reshape(2, 6)
-    arrays = [jnp.asarray(x) for x in (q, chosen, positions, lengths)]
-    *cut, keys = lanes._cut(2, *arrays, pages)
-    for found, x, filling in zip(cut, (q, chosen, positions), (0, -1, -1), strict=False):
-        padded = np.pad(x, [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2), constant_values=filling)
-        np.testing.assert_array_equal(found, padded.reshape(6, 2, *x.shape[2:]))
-    assert cut[3].tolist() == [24] * 3 + [11] * 3
-    np.testing.assert_array_equal(place(keys), np.repeat(of_rows, 3, axis=0))
-    np.testing.assert_array_equal(lanes._join(cut[0], 2, 5), q)
-    queries, none, *_, keys = lanes._cut(5, arrays[0], None, *arrays[2:], pages)
-    assert queries is arrays[0] and none is None and lanes._cut(4, arrays[0], None, *arrays[2:], pages)[1] is None
-    np.testing.assert_array_equal(place(keys), of_rows)
 
 
 def test_a_call_of_any_size_cuts_keys_and_experts_alike():
