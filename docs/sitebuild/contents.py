@@ -26,7 +26,7 @@ SECTIONS = {
         "docs/inside",
     ],
     "Inside": ["docs/cache", "docs/engine", "docs/kernels", "docs/tpu", "docs/reliability", "docs/performance"],
-    "What was tried": ["docs/notes/*"],
+    "Design notes": ["docs/notes/*"],
     "Notebooks": ["notebooks/*"],
     "Reference": ["docs/api"],
     "The project": ["CONTRIBUTING", "CHANGELOG"],

@@ -31,7 +31,7 @@ def write_texts(app: Sphinx, error: Exception | None) -> None:
     if error is None and app.builder.name == "html":
         names = sorted(name for name in app.env.found_docs if not name.startswith("source/"))
         texts = {name: " ".join(app.env.get_doctree(name).astext().split()) for name in names}
-        # Longest names first: "docs/notes/media" ends in "/media" too.
+        # Longest names first: "docs/notes/kernels" ends in "/kernels" too.
         texts = dict(sorted(texts.items(), key=lambda entry: -len(entry[0])))
         (Path(app.outdir) / "_static" / FILE).write_text(SCRIPT % json.dumps(texts), encoding="utf-8")
 

@@ -51,12 +51,10 @@ def test_one_wrong_weight_is_found_where_it_stands(folder, tmp_path):
 def test_the_pages_hooks_dump_what_the_tool_reads(folder, tmp_path, monkeypatch, capsys):
     """The blocks of docs/compare.md for transformers, as a reader would paste them, and the command after them."""
     page = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
-    notes = (ROOT / "docs" / "notes" / "compare.md").read_text(encoding="utf-8")
-    hooks, dump = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-    others = re.findall(r"^```python\n(.*?)^```$", notes, re.M | re.S)
+    hooks, dump, *others = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     assert len(others) == 2, "the hooks for vLLM and SGLang"
     for number, code in enumerate(others):
-        compile(code, f"block {number} of docs/notes/compare.md", "exec")
+        compile(code, f"block {number} for other engines in docs/compare.md", "exec")
     monkeypatch.chdir(tmp_path)
     names = {"folder": str(folder), "prompts": [PROMPTS[0], PROMPTS[0][::-1]]}
     exec(compile(hooks, "docs/compare.md", "exec"), names)

@@ -1,4 +1,4 @@
-"""Bugs of docs/notes/compare.md, each planted into an engine that is otherwise right: the report says what it says.
+"""Bugs of docs/compare.md, each planted into an engine that is otherwise right: the report says what it says.
 
 The first part of every report stands in planted_bugs.txt.
 """
@@ -13,8 +13,8 @@ from m3jax.compare.running import compare_sides
 from m3jax.compare.text import first_lines, lines_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, NOTES = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("compare.md", "notes/compare.md"))
-ROWS = {row[0]: row for row in re.findall(r"^\| (\w+) \| (.+) \| (\w*) ?\| `?([\w. ]+?)`? \| (.*?) ?\|$", NOTES, re.M)}
+PAGE = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+ROWS = {row[0]: row for row in re.findall(r"^\| (\w+) \| (.+) \| (\w*) ?\| `?([\w. ]+?)`? \| (.*?) ?\|$", PAGE, re.M)}
 REPORTS = dict(
     re.findall(
         r"^## (\w+)\n\n(.*?)\n(?=\n## |\Z)", Path(__file__).with_name("planted_bugs.txt").read_text(), re.M | re.S

@@ -119,12 +119,6 @@ def places(path: Path) -> set[str]:
     return slugs | set(re.findall(r'<a id="([^"]+)">', lines))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_says_first_who_needs_it(page):
-    opening = " ".join(text(page).split("\n\n")[1].split())
-    assert "for whoever" in opening.lower(), f"{page} opens with {opening[:80]!r}: say what it is for, and for whom"
-
-
 def test_the_glossary_explains_every_trap_that_is_named():
     sources = [
         path for folder in ("m3jax", "pallas_kernels", "tests", "scripts") for path in (ROOT / folder).rglob("*.py")

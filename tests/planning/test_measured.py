@@ -10,7 +10,7 @@ from m3jax.planning import MEASURED, Job, checks, evaluate, expected, parse_slic
 from m3jax.planning.measured import four_layers
 
 ONE = dict(data=1, context=1, expert=1, tensor=1)
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "notes" / "planning.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
 
 
 def step(topology: str = "h200:1", rows: int = 8, **changes):
@@ -62,7 +62,7 @@ def test_a_plan_has_expected_times_and_how_far_they_were_off(capsys):
 
 
 def test_the_document_has_every_check():
-    """docs/notes/planning.md, line by line: who adds a measurement writes what it says of the expected times."""
+    """docs/planning.md, line by line: who adds a measurement writes what it says of the expected times."""
     lines = [f"| {c.what} | {c.predicted:.3g} {c.unit} | {c.measured:.3g} {c.unit} | {c.off:+.0%} |" for c in checks()]
     assert [line for line in DOCUMENT.read_text().splitlines() if line in lines] == lines
     offs = {check.what: abs(check.off) for check in checks() if check.unit == "ms"}

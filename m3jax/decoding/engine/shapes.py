@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from m3jax.platform import platform
 
 # Tokens of a prompt in one device call, by platform: the default sizes. A GPU takes less than three times as long for
-# 8,192 as for 2,048 (docs/performance.md), a CPU no less a token for 2,048 than for 512 (docs/notes/serving.md).
+# 8,192 as for 2,048 (docs/performance.md), a CPU no less a token for 2,048 than for 512 (docs/notes/performance.md).
 PREFILL_CHUNKS = {"cpu": (256, 512), "tpu": (256, 2048), "gpu": (256, 2048, 8192)}
 DRAFT_TOKENS = 3  # proposals of a round, by default
 
