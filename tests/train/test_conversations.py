@@ -1,6 +1,7 @@
 """Which tokens of a conversation are learnt, what a file of conversations may hold, and how documents share rows."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -93,14 +94,27 @@ def test_a_file_without_a_conversation(tmp_path):
         load_examples(path, TEMPLATE, TOKENIZER, [1], 64)
 
 
-@given(st.lists(st.integers(1, 64), max_size=200), st.sampled_from([4, 16]))
-def test_every_document_is_in_a_row_once(lengths, block_size):
-    """Each begins on a block boundary, and rows that had room for a document took it."""
-    rows = pack(lengths, 64, block_size)
-    assert sorted(document for row in rows for document in row) == list(range(len(lengths)))
-    taken = [sum(-(-lengths[document] // block_size) * block_size for document in row) for row in rows]
-    assert all(0 < used <= 64 for used in taken)
-    assert sum(used <= 32 for used in taken) <= 1 or len(rows) > 64
+def first_fit(lengths: list[int], row_length: int, block_size: int) -> list[list[int]]:
+    """The definition: a document goes into the first of the last 64 open rows that has room."""
+    rows, is_open = [], []
+    blocks = lambda documents: sum(math.ceil(lengths[i] / block_size) for i in documents)
+    for document in range(len(lengths)):
+        fits = [row for row in is_open if (blocks(rows[row]) + blocks([document])) * block_size <= row_length]
+        if fits:
+            rows[fits[0]].append(document)
+        else:
+            rows.append([document])
+            is_open.append(len(rows) - 1)
+            is_open = is_open[-64:]
+        is_open = [row for row in is_open if blocks(rows[row]) * block_size < row_length]
+    return rows
+
+
+@given(st.lists(st.integers(1, 24), max_size=60), st.sampled_from([0, 63, 80]))
+def test_documents_go_into_the_first_open_row_with_room(lengths, rows_before):
+    """Behind rows with room for one block each, of which the oldest close."""
+    lengths = [20] * rows_before + lengths
+    assert pack(lengths, 24, 4) == first_fit(lengths, 24, 4)
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 99)), min_size=1, max_size=3))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from m3jax.parallel import make_mesh
 from m3jax.train import __main__ as command
 from m3jax.train import convert as conversion
 from m3jax.train.conversations import Example
-from m3jax.train.convert import ConvertSettings, WarmUpLoss, convert, measure
+from m3jax.train.convert import ConvertSettings, WarmUpLoss, convert, in_words, measure
 from m3jax.train.dense import (
     dense_config,
     in_model_units,
@@ -40,6 +41,7 @@ from m3jax.train.documents import load_documents
 from m3jax.train.lora import LoraSettings, init_adapters
 from m3jax.train.sft import PackedBatches, SFTSettings
 from m3jax.train.step import init_state, make_optimizer, train_step
+from m3jax.train.units import stream_unit
 
 SMALL = dict(block_size=4, topk_blocks=3)
 QUICK = {"xla_backend_optimization_level": 0}
@@ -135,6 +137,11 @@ def test_a_step_on_a_llama_is_adamws_on_the_llamas_own_weights():
             np.testing.assert_allclose(own(name, x), weights[name] + updates[name], atol=2e-5, err_msg=name)
 
 
+def test_an_eps_above_1_says_that_a_stream_is_in_other_units(unchecked):
+    units = [stream_unit(SimpleNamespace(rms_norm_eps=eps)) for eps in (1e-6, 1.0, 1.0001, 1e7)]
+    assert units == [1.0, 1.0, 2**20, 2**20]
+
+
 def test_the_definition_says_what_a_converted_model_computes(folder):
     """With blocks left out, and an MLP whose up is not shifted."""
     model = read_dense(folder, **SMALL)
@@ -208,6 +215,7 @@ WRONG_LLAMAS = {
 @pytest.mark.parametrize("changes, message", WRONG_LLAMAS.values(), ids=WRONG_LLAMAS)
 def test_a_llama_with_what_m3_cannot_compute_is_refused(changes, message):
     assert dense_config(LLAMA | {"pretraining_tp": 1, "mlp_bias": False}).head_dim == 16
+    assert dense_config(LLAMA | {"num_key_value_heads": None}).num_key_value_heads == 4
     with pytest.raises(ValueError, match=message):
         dense_config(LLAMA | changes)
 
@@ -283,6 +291,7 @@ BAD_LINES = {
     "no document": ('{"messages": []}', 'write {"text": ...} or {"tokens": [...]}'),
     "no token": ('{"tokens": [1, 64]}', "64 is no token: the model has 0 to 63"),
     "a float": ('{"tokens": [1, 2.5]}', "2.5 is no token"),
+    "a boolean": ('{"tokens": [1, true]}', "True is no token"),
     "one token": ('{"tokens": [1]}', "a document has at least two"),
 }
 
@@ -300,6 +309,18 @@ def test_a_long_document_is_learnt_in_pieces(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"tokens": [0, 1, 2, 3, 4], "name": "x"}\n', encoding="utf-8")
     assert [piece.tokens.tolist() for piece in load_documents(file, lambda: None, 64, 2)] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_document_is_a_text_between_its_marks(tmp_path):
+    """Those that the tokenizer has, which is made for the first text alone."""
+    made, file = [], tmp_path / "data.jsonl"
+    file.write_text('{"tokens": [1, 2]}\n{"text": "ab"}\n{"text": "c"}\n', encoding="utf-8")
+    for marks, expected in (((7, 9), [[7, 97, 98, 9], [7, 99, 9]]), ((None, 9), [[97, 98, 9], [99, 9]])):
+        reader = SimpleNamespace(bos_id=marks[0], eos_id=marks[1], encode=lambda text: [*text.encode()])
+        found = load_documents(file, lambda reader=reader: made.append(1) or reader, 100, 8)
+        assert [example.tokens.tolist() for example in found] == [[1, 2], *expected]
+        assert all(example.is_written.all() and example.tokens.dtype == np.int32 for example in found)
+    assert made == [1, 1]
 
 
 # The loss of the warm-up, and what is measured
@@ -399,9 +420,12 @@ def test_the_gradient_of_the_warm_up_is_the_index_branchs():
 
 
 def test_what_selection_catches_is_attentions_mass_in_the_chosen_blocks():
-    """Of queries that leave a block out; beside it the same budget's last blocks. Losses with and without selection."""
+    """Of queries that leave a block out; beside it the same budget's last blocks. Losses with and without selection.
+
+    Four documents in three rows, of which two are computed at a time.
+    """
     caught, window = np.zeros((2, 2)), 0
-    for layers in alone(False):
+    for layers in [*alone(False), alone(False)[1]]:
         for i, layer in enumerate(layers):
             for t, g, teacher, _ in attention_of(layer):
                 if t // P < J:
@@ -410,12 +434,20 @@ def test_what_selection_catches_is_attentions_mass_in_the_chosen_blocks():
                 chosen = np.isin(key_blocks, layer["blocks"][0, g, t])
                 caught[i] += teacher[chosen].sum(), 1
                 window += teacher[key_blocks > t // P - J].sum()
-    found = measure(selecting(), documents(), 128, 2)
+    found = measure(selecting(), [*documents(), documents()[1]], 64, 2)
     np.testing.assert_allclose(found["caught"], caught[:, 0] / caught[:, 1], rtol=1e-4)
     np.testing.assert_allclose(np.sum(found["by_window"]), window / caught[0, 1], rtol=1e-4)
     assert found["loss"] != found["dense_loss"]
     few = [Example(document.tokens[: J * P], document.is_written[: J * P]) for document in documents()[:2]]
-    assert measure(selecting(), few, 128, 2)["caught"] is None, "no token has more than J blocks"
+    assert measure(selecting(), few, 64, 2)["caught"] is None, "no token has more than J blocks"
+
+
+def test_what_was_measured_in_words():
+    found = dict(dense_loss=0.8, loss=1.2, caught=[0.25, 0.5], by_window=[0.25, 0.125])
+    said = "loss 1.2000, dense 0.8000; 37.5% of attention in the selected blocks, 18.8% in the last ones"
+    assert in_words(found) == said
+    nothing = dict(dense_loss=0.8, loss=1.2, caught=None, by_window=None)
+    assert in_words(nothing) == "loss 1.2000, dense 0.8000; no held-out query leaves a block out"
 
 
 # Runs
@@ -443,8 +475,12 @@ def run(folder: Path, stop_at: tuple[str, int] | None = None, settings: ConvertS
     """Convert a model of two layers; at a step of a phase Ctrl-C comes."""
 
     class Stopping(PackedBatches):
+        def __init__(self, examples, settings, block_size):
+            super().__init__(examples, settings, block_size)
+            self.phase = ("warm-up", "sparse")[settings.index_loss > 0]
+
         def __getitem__(self, step):
-            if stop_at == (("warm-up", "sparse")[self._settings.index_loss > 0], step):
+            if stop_at == (self.phase, step):
                 raise KeyboardInterrupt
             return super().__getitem__(step)
 
@@ -569,7 +605,11 @@ def test_the_command_writes_a_model_that_everything_loads(folder, tmp_path, caps
         ("--length", "8"): "rows of 8 tokens: a query reads up to 8 of them",
         ("--steps", "1"): "--steps 1: must be at least 2",
         ("--warm-up-steps", "2"): "--warm-up-steps 2: must be from 1 to 1",
+        ("--warm-up-steps", "0"): "--warm-up-steps 0: must be from 1 to 1",
+        ("--save-every", "0"): "--save-every 0: must be at least 1",
+        ("--keep-products",): "--no-remat keeps all activations",
         ("--held-out", "3"): "--held-out 3: the data is 3 documents",
+        ("--held-out", "0"): "--held-out 0: the data is 3 documents",
         ("--length", "256"): "--length 256: the model's context is 128 tokens",
         ("--data", "none.jsonl"): "--data none.jsonl: no such file",
         ("--model", str(tmp_path / "none")): "no such folder",

@@ -1,14 +1,12 @@
 """Episodes of an engine of plain Python: who is asked for what, what is drawn, what room there is, what a batch has."""
 
 from argparse import Namespace
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from m3jax.decoding import Params, Sampling
 from m3jax.decoding.protocols import DRAWN_LOGPROBS, SUPPORT
-from m3jax.train.policy import Correction, PolicyLoss
 from m3jax.train.rollouts import Episode, as_batch, check_replay, roll_out
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the engine here is none
@@ -140,15 +138,3 @@ def test_records_of_turns_are_joined_and_padded():
     assert check_replay(["blocks", SUPPORT]) == ("blocks", SUPPORT)
     with pytest.raises(ValueError, match="replay of 'tokens': choose of"):
         check_replay(["blocks", "tokens"])
-
-
-def test_a_loss_has_the_settings_that_it_says():
-    assert asdict(PolicyLoss()) == dict(
-        clip_low=0.2, clip_high=0.28, dual_clip=10.0, level="token", mean="token", tokens=0, kl_weight=0.0,
-        correction=dict(weigh=None, limit=2.0, reject=None, divergence="k3", reject_above=1.0),
-    )  # fmt: skip
-    assert PolicyLoss(clip_low=0.0, clip_high=0.0, dual_clip=1.5, mean="constant", tokens=1).correction == Correction()
-    for wrong in (dict(clip_low=1.0), dict(clip_low=-0.1), dict(clip_high=-0.1), dict(dual_clip=1.0),
-                  dict(mean="constant"), dict(level="row"), dict(mean="all")):  # fmt: skip
-        with pytest.raises(ValueError, match=next(iter(wrong)) if "mean" not in wrong else "tokens = 0|mean = 'all'"):
-            PolicyLoss(**wrong)

@@ -52,6 +52,35 @@ def test_new_adapters_change_no_bit():
         np.testing.assert_array_equal(merged[name], weight, err_msg=name)
 
 
+def test_adapters_begin_uniform_within_the_root_of_their_inputs():
+    """A fills (-In**-0.5, In**-0.5), B is 0; the matrices are in one order, whatever that of the targets."""
+    settings = LoraSettings(rank=50, targets=("experts", "attention"))
+    found, draw = init_adapters(model(), settings, seed=1), np.random.default_rng(1)
+    of_attention = {"q": (48, 128), "k": (48, 64), "v": (48, 64), "o": (128, 48)}
+    shapes = {f"stacks.{i}.self_attn.{x}_proj": ((1,), *of_attention[x]) for i in (0, 1) for x in "qkvo"}
+    shapes["stacks.1.mlp.experts.gate_up_proj"] = ((1, 8), 48, 80)
+    shapes["stacks.1.mlp.experts.down_proj"] = ((1, 8), 40, 48)
+    assert [*found] == [*shapes]
+    for name, (lead, inputs, outputs) in shapes.items():
+        a = draw.uniform(-(inputs**-0.5), inputs**-0.5, (*lead, inputs, 50)).astype(np.float32)
+        np.testing.assert_array_equal(found[name]["a"], a, err_msg=name)
+        assert found[name]["b"].shape == (*lead, 50, outputs) and not found[name]["b"].any()
+    assert set(init_adapters(model(), LoraSettings(targets=("experts",)))) == {name for name in shapes if "mlp" in name}
+
+
+def test_shapes_that_no_adapter_has(unchecked):
+    for wrong, reason in (
+        (dict(rank=0), "rank = 0: must be at least 1"),
+        (dict(alpha=0.0), "alpha = 0.0: must be above 0"),
+        (dict(targets=()), "targets = none: choose of attention, experts"),
+        (dict(targets=("attention", "head")), "targets = attention, head: choose of"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            LoraSettings(**wrong)
+    with pytest.raises(ValueError, match="the model has none of experts"):
+        init_adapters(tiny.model(tiny.config("d")), LoraSettings(targets=("experts",)))
+
+
 def test_the_file_is_one_that_peft_reads(folder):
     """Names, shapes and the order of experts, as PEFT 0.21.2 wrote them for transformers' M3; deltas by its formulas.
 
@@ -101,7 +130,8 @@ def test_the_config_is_that_of_plain_adapters(folder):
     assert config == dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path="tiny", r=3, lora_alpha=6.0, lora_dropout=0.0,
         bias="none", fan_in_fan_out=False, use_rslora=False, use_dora=False, inference_mode=True,
-        target_modules=lora._MODULES, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        target_modules=r"(?!.*vision).*\.layers\.\d+\.self_attn\.[qkvo]_proj",
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )  # fmt: skip
 
 

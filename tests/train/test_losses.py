@@ -1,6 +1,7 @@
 """The losses of training, against numpy in float64."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.test_util import check_grads
 from support import tiny
 from tiny.losses import TinyLoss, kept_loss
 
-from m3jax.train import losses
+from m3jax.train import losses, sft
 from m3jax.train.losses import index_kl, next_token_loss
 
 BATCH, QUERIES, KEYS, HEADS, GROUPS, WIDTH, INDEX_WIDTH, BLOCK, SLOTS = 3, 13, 26, 6, 2, 8, 5, 4, 3
@@ -129,7 +130,53 @@ def test_next_token_loss():
     loss = lambda x, w: next_token_loss(jnp.asarray(x), jnp.asarray(targets), jnp.asarray(w))
     np.testing.assert_allclose(loss(logits, weights), np.average(nll, weights=weights), rtol=1e-6)
     assert loss(logits, 0 * weights) == 0
+    np.testing.assert_allclose(loss(logits, 0.01 * weights), np.sum(0.01 * weights * nll), rtol=1e-6)  # no mean below 1
     check_grads(lambda x: loss(x, weights), (logits,), order=1, modes=["rev"], atol=1e-2, rtol=1e-2)
+
+
+def test_the_log_probability_of_a_token_is_read_before_it(unchecked):
+    """Of the model's own logits; with a temperature of these divided by it; with a support among its tokens alone."""
+    draw = np.random.default_rng(0)
+    hidden, matrix = draw.normal(size=(2, 4, 3)).astype(np.float32), draw.normal(size=(3, 40)).astype(np.float32)
+    tokens = draw.integers(0, 40, (2, 4))
+    allowed = draw.random((2, 3, 40)) < 0.5
+    np.put_along_axis(allowed, tokens[:, 1:, None], True, axis=-1)
+    words = np.zeros((2, 3, 2), np.int64)
+    for token in range(40):
+        words[..., token // 32] |= allowed[..., token].astype(np.int64) << (token % 32)
+    support = words.astype(np.uint32).view(np.int32).reshape(2, 3, 2)
+    compute = SimpleNamespace(invariant=False, token_tile=None)
+    model = SimpleNamespace(compute=compute, unembed=lambda hidden: hidden @ matrix)
+    of = lambda support, temperature: losses.logprobs_of_hidden(model, hidden, tokens, support, temperature)
+    found = jax.jit(lambda support: (of(None, None), of(None, 0.5), of(support, None), of(support, 2.0)))(support)
+    logits = (hidden @ matrix)[:, :-1]
+    for number, (is_left, temperature) in enumerate(((True, 1.0), (True, 0.5), (allowed, 1.0), (allowed, 2.0))):
+        kept = np.where(is_left, logits / temperature, -np.inf)
+        expected = kept - np.log(np.exp(kept).sum(axis=-1, keepdims=True))
+        expected = np.take_along_axis(expected, tokens[:, 1:, None], axis=-1)[..., 0]
+        np.testing.assert_allclose(found[number], expected, rtol=1e-4, atol=1e-5, err_msg=str(number))
+
+
+def test_the_index_loss_looks_at_every_so_many_tokens(monkeypatch, unchecked):
+    """Where it begins is drawn anew for each step, evenly; keys are those of the query's own document."""
+    steps, of_loss = jnp.arange(200, dtype=jnp.int32), losses.MSALoss(kl_stride=4).offset
+    drawn = lambda step: (sft.drawn_offset(step, 4), of_loss({"step": step}), of_loss({}))
+    offsets, same, first = jax.jit(jax.vmap(drawn))(steps)
+    assert sorted(np.unique(offsets)) == [0, 1, 2, 3] and np.bincount(offsets).min() > 30
+    assert np.array_equal(offsets, same) and (first == offsets[0]).all()
+    monkeypatch.setattr(sft, "index_kl", lambda *given, **named: (given, named))
+    positions = jnp.array([[0, 1, 2, 3, 0, 1, 2, -1]])
+    of_tokens = jnp.arange(8)[None]
+    values = dict(q=of_tokens, k="k", index_q=of_tokens + 10, index_k="index k", blocks=of_tokens[None] + 20)
+    context = SimpleNamespace(positions=positions, lengths="lengths")
+    found = sft.index_losses(values, context, 4, np.int32(1), 3)["kl"]
+    (q, k, index_q, index_k), named = found
+    assert (q.tolist(), k, index_q.tolist(), index_k) == ([[1, 4]], "k", [[11, 14]], "index k")
+    assert named["blocks"].tolist() == [[[21, 24]]] and named["positions"].tolist() == [[1, 4]]
+    assert named["first_keys"].tolist() == [[0, 4]] and (named["lengths"], named["block_size"]) == ("lengths", 4)
+    del values["blocks"]
+    assert sft.index_losses(values, context, 4, jnp.int32(0), 3)["kl"][1]["blocks"] is None
+    assert sft.index_losses({"q": of_tokens}, context, 4, jnp.int32(0), 3) == {}
 
 
 # Through the model

@@ -68,3 +68,42 @@ def test_kept_products_have_cudnns_attention_too(monkeypatch, remat, count):
     layer = jax.checkpoint(lambda x: jnp.sin(attention(jnp.sin(x))), policy=SAVED[remat])
     traced = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(layer(x), dtype=jnp.float32)))(x)
     assert str(traced).count("dot_product_attention_fwd") == count
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_gpu_computes_rows_of_16_bits_by_cudnn(monkeypatch, unchecked, dtype):
+    """The same attention; a query that sees nothing gets 0. Float32 is computed as elsewhere."""
+    seen, attend = [], jax.nn.dot_product_attention
+
+    def noted(*rows, mask, implementation):
+        seen.append(implementation)
+        return attend(*rows, mask=mask, implementation="xla")
+
+    monkeypatch.setattr(packing.jax.nn, "dot_product_attention", noted)
+    draw = np.random.default_rng(0)
+    q, k, v = (draw.normal(size=(2, n, heads, 8)).astype(jnp.dtype(dtype)) for n, heads in ((4, 4), (6, 2), (6, 2)))
+    drops = draw.integers(0, 2, (2, 4, 1, 6)) == 1
+    drops[1, 2] = True
+
+    def visible(drops, count):
+        return ~drops.swapaxes(1, 2)[..., :count] & (jnp.arange(count) <= jnp.arange(2, 6)[:, None])[None, None]
+
+    found = {}
+    for name in ("cpu", "gpu"):
+        monkeypatch.setattr(packing, "platform", lambda name=name: name)
+        attend_all = jax.jit(lambda *given: packing.attend_by_chunks(*given[:3], visible, given[3]))
+        found[name] = np.asarray(attend_all(q, k, v, drops), np.float32)
+    np.testing.assert_allclose(found["gpu"], found["cpu"], atol=3e-2 if dtype == "bfloat16" else 1e-6)
+    assert not found["gpu"][1, 2].any() and found["gpu"][1, 1].any()
+    assert seen == (["cudnn"] if dtype == "bfloat16" else [])
+
+
+def test_a_token_s_slot_is_its_place_in_the_row():
+    """Of queries at the row's end too; what is no token has none."""
+    positions = jnp.array([[0, 1, 2, 0], [0, -1, -1, 3]])
+    assert packing.slots_of(positions).tolist() == [[0, 1, 2, 3], [0, -1, -1, 3]]
+    assert packing.slots_of(positions, 9).tolist() == [[5, 6, 7, 8], [5, -1, -1, 8]]
+    blocks = jnp.array([[[[0, -1], [0, 1], [1, 0], [-1, 0]]]])  # [B K T J]
+    # Documents of 8 and 4 tokens: the queries are at positions 6, 7, 0 and 1, in slots 6 to 9, and blocks are of 4.
+    found = packing.in_row(blocks, jnp.array([[6, 7, 0, 1]]), 10, 4)
+    assert found.tolist() == [[[[0, -1], [0, 1], [3, 2], [-1, 2]]]]

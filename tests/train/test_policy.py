@@ -180,13 +180,17 @@ def test_bad_settings_and_rewards_are_named(unchecked):
     with pytest.raises(ValueError, match="baseline = 'best': choose of grpo, dr_grpo, rloo"):
         group_advantages(np.ones((1, 2)), "best")
     for knobs, message in (
-        (dict(dual_clip=0.5), "dual_clip = 0.5: must be above 1, or None"),
+        (dict(dual_clip=1.0), "dual_clip = 1.0: must be above 1, or None"),
         (dict(mean="constant"), "tokens = 0: a constant mean needs"),
-        (dict(clip_low=2.0), "clip_low = 2.0"),
+        (dict(clip_low=1.0), "clip_low = 1.0"),
+        (dict(clip_low=-0.1), "clip_low = -0.1"),
+        (dict(clip_high=-0.1), "clip_high = -0.1"),
         (dict(level="word"), "level = 'word'"),
+        (dict(mean="all"), "mean = 'all'"),
     ):
         with pytest.raises(ValueError, match=message):
             PolicyLoss(**knobs)
+    assert PolicyLoss(clip_low=0.0, clip_high=0.0, dual_clip=1.5, mean="constant", tokens=1).tokens == 1
 
 
 @given(st.integers(0, 2**16))

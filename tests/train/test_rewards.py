@@ -1,14 +1,10 @@
 """Rewards of a task: several with weights, of groups, of coroutines; and tools that answer."""
 
-import asyncio
-import queue
 import textwrap
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from m3jax.train import rewards
 from m3jax.train.rewards import TaskError, TaskFile
 
 TASK = """
@@ -51,9 +47,6 @@ def test_rewards_are_weighed_and_groups_are_compared_alone(task):
     parts = task.reward_parts(rows, answers, group=3)
     assert parts == {"right": [1, 0, 1, 1, 0, 0], "longest": [0, 1, 0, 1, 0, 1]}
     assert task.reward(rows, answers, group=3) == [1, 0.5, 1, 1.5, 0, 0.5]
-    alone = ModuleType("task")  # a file with one reward counts it once, each row by itself
-    alone.reward = len
-    assert rewards._rewards_of(alone) == {"reward": (len, 1.0, False)}
 
 
 def test_tools_answer_at_the_same_time(task):
@@ -100,36 +93,6 @@ class Asked(TaskFile):
         return self.answer
 
 
-@pytest.mark.parametrize("answer", [(None, ({"reward": 1.0}, True)), ("it has no function reward", None)])
-def test_a_task_s_process_is_ended_with_all_that_waits_for_it(answer, monkeypatch, tmp_path):
-    """It is no fork, does not outlive this process, and has ended once its file is refused or the context is left."""
-    ended, made = [], []
-    pipes = iter("AB")
-
-    def queue_of_process():
-        name = next(pipes)
-        note = lambda what: lambda: ended.append(f"{what} {name}")
-        return SimpleNamespace(name=name, get=lambda timeout: answer, cancel_join_thread=note("no waiting for"),
-                               close=note("close"))  # fmt: skip
-
-    def process(target, args, daemon):
-        made.append((target, args[0], [pipe.name for pipe in args[1:]], daemon))
-        note = lambda what: lambda: ended.append(what)
-        return SimpleNamespace(start=note("start"), kill=note("kill"), join=note("join"))
-
-    context = SimpleNamespace(Queue=queue_of_process, Process=process)
-    monkeypatch.setattr(rewards.multiprocessing, "get_context", lambda kind: context if kind == "spawn" else None)
-    (tmp_path / "task.py").write_text("")
-    if answer[0]:
-        with pytest.raises(TaskError, match=r"the file of .*task.py: it has no function reward"):
-            TaskFile(tmp_path / "task.py")
-    else:
-        with TaskFile(tmp_path / "task.py") as task:
-            assert ended == ["start"] and (task.weights, task.has_tools) == ({"reward": 1.0}, True)
-    assert made == [(rewards._serve, str(tmp_path / "task.py"), ["A", "B"], True)]
-    assert ended == ["start", "kill", "join", "no waiting for A", "close A", "no waiting for B", "close B"]
-
-
 def test_a_row_has_a_prompt_or_messages():
     rows = [{"prompt": "x", "wanted": 1}, {"messages": [1]}]
     assert Asked(rows).prompts() == rows
@@ -160,43 +123,3 @@ def test_a_reward_gets_columns_and_gives_a_number_an_answer():
     calls = Asked(["t"])
     assert calls.answer_calls([("f", {"n": 1}, rows[1])]) == ["t"]
     assert calls.asked == [("answer_call", [("f", {"n": 1}, {"a": 2, "b": 3})])]
-
-
-def test_a_reward_of_groups_is_called_for_each_with_its_part_of_all_columns():
-    calls = []
-
-    def plain(prompts, completions, **columns):
-        calls.append((prompts, completions, columns))
-        return [*range(len(completions))]
-
-    given = (["x", "x", "y", "y"], ["a", "b", "c", "d"], {"n": [1, 2, 3, 4]}, 2)
-    every = {"plain": (plain, 1.0, False), "grouped": (plain, 0.5, True)}
-    assert asyncio.run(rewards._reward(every, *given)) == {"plain": [0, 1, 2, 3], "grouped": [0, 1, 0, 1]}
-    cuts = (slice(0, 4), slice(0, 2), slice(2, 4))
-    assert calls == [(given[0][cut], given[1][cut], {"n": given[2]["n"][cut]}) for cut in cuts]
-    assert asyncio.run(rewards._reward({"plain": every["plain"]}, [], [], {}, 2)) == {"plain": []}
-
-
-def test_a_process_is_waited_for_and_looked_after():
-    """In steps of a fifth of a second; what it said before it ended is read."""
-    task, said, left = Asked(None), [], [(None, 5)]
-
-    def get(timeout):
-        said.append(timeout)
-        if len(said) <= 3 or not left:
-            raise queue.Empty
-        return left.pop()
-
-    task._answers = SimpleNamespace(get=get, empty=lambda: not left)
-    task._process = SimpleNamespace(is_alive=lambda: False, exitcode=7)
-    assert task._receive("it", 60.0) == 5 and said == [0.2] * 4
-    with pytest.raises(TaskError, match=r"it of task.py ended its process \(exit code 7\)"):
-        task._receive("it", 60.0)
-    task._process = SimpleNamespace(is_alive=lambda: True)
-    said.clear()
-    with pytest.raises(TaskError, match=r"it of task.py took more than 1 s: it was given up"):
-        task._receive("it", 1.0)
-    assert len(said) == 5
-    left, said[:] = [("KeyError: 'x'", None)], [0] * 3
-    with pytest.raises(TaskError, match=r"it of task.py: KeyError: 'x'"):
-        task._receive("it", 1.0)

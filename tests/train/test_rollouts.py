@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,6 +13,7 @@ from support.engines import CONFIG, SHAPE, prompt
 
 from m3jax.decoding import Engine, Params, Sampling
 from m3jax.model import M3, Choices
+from m3jax.train import rollouts
 from m3jax.train.policy import PolicyLoss, group_advantages, mismatch
 from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, check_replay, read_logprobs, roll_out
 from m3jax.train.step import cast_weights, init_state, make_optimizer, train_step
@@ -134,3 +136,24 @@ def test_what_cannot_be_read_is_said(unchecked):
     with pytest.raises(ValueError, match="is no token id"):
         roll_out(engine, [prompt(5), (10**6,)], ASKED, count=2)
     assert not engine.busy
+
+
+def test_a_policy_is_its_own_old_one_in_the_first_step(monkeypatch, unchecked):
+    """What the model reads has its gradient in the loss, and none in what is handed on."""
+    monkeypatch.setattr(rollouts, "cast_weights", lambda w, dtype: w)
+    monkeypatch.setattr(rollouts, "check_trainable", lambda w: None)
+    monkeypatch.setattr(rollouts, "logprobs_of_batch", lambda w, *_: w * jnp.array([[1.0, 2.0]]))
+    policy = lambda new, old, sampler, **more: (jnp.sum(new * old) + jnp.sum(sampler), {"more": {**more}})
+    loss_fn = RolloutLoss(policy)
+    batch = dict(old=np.array([[5.0, 7.0]]), sampler=np.array([[1.0, 1.0]]), mask=np.array([[True, False]]))
+    batch |= dict(advantages=np.array([2.0]), reference=None, tokens="unread")
+    loss = lambda w, **more: loss_fn(w, batch | more)
+    for flag, old, slope in (
+        ({}, [5, 7], 19), (dict(is_on_policy=False), [5, 7], 19), (dict(is_on_policy=True), [3, 6], 15)
+    ):  # fmt: skip
+        (value, parts), gradient = jax.value_and_grad(loss, has_aux=True)(3.0, **flag)
+        assert float(value) == np.dot([3, 6], old) + 2 and float(gradient) == slope
+        assert parts["logprobs"].tolist() == [[3.0, 6.0]] and parts["more"].keys() == {"advantages", "mask"}
+    assert float(jax.grad(lambda w: jnp.sum(loss(w)[1]["logprobs"]))(3.0)) == 0.0
+    (_, parts) = loss(3.0, reference=np.zeros((1, 2)))
+    assert parts["more"].keys() == {"advantages", "mask", "reference"}

@@ -1,6 +1,7 @@
 """Runs of GRPO with everything on: knobs, a reference, all replays; and what becomes of them when something fails."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -38,16 +39,16 @@ class Task(TaskFile):
 
     has_tools, weights = False, {"letters": 1.0, "length": 0.01}
 
-    def __init__(self, fails: bool = False):
-        self.calls, self.fails = 0, fails
+    def __init__(self, error: BaseException | None = None):
+        self.calls, self.error = 0, error
 
     def prompts(self):
         return [{"prompt": f"{name} = sorted(x for x in {name}s if x is not None) # "} for name in ("row", "line")]
 
     def reward_parts(self, rows, completions, group):
         self.calls += 1
-        if self.fails and self.calls == 2:
-            raise TaskError("reward() of task.py: it fails")
+        if self.error and self.calls == 2:
+            raise self.error
         letters = [sum(c.isalpha() for c in text) / max(1, len(text)) for text in completions]
         return {"letters": letters, "length": [float(len(text)) for text in completions]}
 
@@ -131,10 +132,15 @@ def test_a_run_goes_on_with_the_settings_it_began_with(whole, tmp_path):
     assert replace(SETTINGS, steps=9, save_every=2).decisive == SETTINGS.decisive
 
 
-def test_a_reward_that_fails_loses_nothing(whole, tmp_path):
-    with pytest.raises(TaskError, match="it fails"):
-        train(tmp_path, Task(fails=True), save_every=10)
+@pytest.mark.parametrize("error", [TaskError("reward() of task.py: it fails"), KeyboardInterrupt()], ids=type)
+def test_a_round_that_is_cut_short_loses_nothing(whole, tmp_path, error):
+    """By a reward that fails, or by Ctrl-C: the round before it is kept, though no state was due yet."""
+    said = []
+    with pytest.raises(type(error)):
+        train(tmp_path, Task(error), said.append, save_every=10)
     assert lines(tmp_path) == whole[0][:1]
+    assert re.fullmatch(r"round 1 of 3: reward \d\.\d{3}, \d tokens an answer, k3_kl 0, \d+\.\d s", said[0])
+    assert said[1:] == ["stopped after round 1: the same command goes on from there"]
     assert train(tmp_path, again := Task(), steps=2) == whole[0][:2]
     assert again.calls == 1, "the first round was drawn again"
 
@@ -189,5 +195,3 @@ def test_knobs_that_the_trainer_does_not_model_are_refused(unchecked):
     for sampling in (Sampling(temperature=0), Sampling(repetition_penalty=1.1), Sampling(logit_bias={3: 1.0})):
         with pytest.raises(ValueError, match="a run draws by a temperature above 0, top_k, top_p and min_p"):
             replace(SETTINGS, sampling=sampling)
-    with pytest.raises(ValueError, match="old = 'both': choose of trainer, engine"):
-        replace(SETTINGS, old="both")

@@ -23,12 +23,11 @@ from support import tiny
 
 from m3jax.model import M3
 from m3jax.parallel import make_mesh
-from m3jax.train import sft
 from m3jax.train.accumulate import Accumulated
 from m3jax.train.conversations import Example
 from m3jax.train.keeping import keep, restored, states_in
-from m3jax.train.packing import PackedPages, pack
-from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings, fine_tune
+from m3jax.train.packing import PackedPages, pack, packed_row
+from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings, check_same_run, fine_tune
 from m3jax.train.step import TrainState, make_optimizer, train_step
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +128,7 @@ def test_a_mesh_gives_the_loss_and_gradients_of_micro_batches_on_one_device():
     state = TrainState(jnp.int32(0), tiny.model(CONFIG, mesh=mesh), descent.init(model()))
     how = dict(optimizer=descent, loss_fn=Accumulated(LOSS, ROWS), balance_rate=0.0)
     step = jax.jit(partial(train_step.__wrapped__, **how), compiler_options=QUICK)
-    after, found = step(state, sft._on_devices(batch, mesh))
+    after, found = step(state, jax.device_put(batch, NamedSharding(mesh, PartitionSpec())))
     assert int(after.step) == 1 and len(after.model.lm_head[...].sharding.device_set) == 8
     loss, parts, grads = of_micro_batches()
     np.testing.assert_allclose(found["lm"] + 0.5 * found["kl"], loss, rtol=1e-5)
@@ -156,17 +155,79 @@ def test_a_recomputed_layer_chooses_no_experts_and_blocks_anew():
     assert more_exps > exps, "nothing is recomputed"
 
 
-def test_a_batch_is_its_steps_alone():
-    """Whichever were read before it, and also where reading begins anew; a pass reads each conversation once."""
-    in_order = PackedBatches(examples(), SETTINGS, 8)
-    wanted = [in_order[step] for step in range(6)]
-    again = PackedBatches(examples(), SETTINGS, 8)
-    for step in (4, 5, 0, 3):
-        for name, x in again[step].items():
-            np.testing.assert_array_equal(x, wanted[step][name], err_msg=name)
-    num_rows = len(pack(LENGTHS, SETTINGS.length, 8))
-    assert 2 * len(wanted) > 2 * num_rows, "two passes"
-    assert sum(int(batch["num_tokens"]) for batch in wanted) > 2 * sum(LENGTHS)
+@pytest.mark.parametrize(("rows", "accumulate"), [(1, 1), (2, 1), (1, 3), (3, 3)])
+def test_steps_read_the_rows_of_each_pass_one_after_the_other(rows, accumulate):
+    """Batch i has rows i n to (i + 1) n of all passes in a row, each pass in an order of its own."""
+    draw = np.random.default_rng(0)
+    examples = [Example(draw.integers(0, 9, n, np.int32), draw.random(n) < 0.5) for n in (5, 8, 3, 16, 9, 1, 7)]
+    settings = SFTSettings(steps=9, length=16, rows=rows, accumulate=accumulate, seed=3)
+    whole = []
+    for number in range(40):
+        order = np.random.default_rng((3, number)).permutation(len(examples))
+        for documents in pack([len(examples[i].tokens) for i in order], 16, 4):
+            whole.append(packed_row([examples[order[i]] for i in documents], 16, 4))
+    batches, count = PackedBatches(examples, settings, 4), rows * accumulate
+    for step in (0, 1, 2, 4, 3, 0, 5):
+        batch, expected = batches[step], whole[step * count : (step + 1) * count]
+        for name in ("tokens", "positions", "targets", "weights"):
+            assert batch[name].shape == (accumulate, rows, 16)
+            np.testing.assert_array_equal(batch[name].reshape(count, 16), [row[name] for row in expected])
+        assert batch["num_targets"] == sum(row["weights"].sum() for row in expected)
+        assert batch["num_tokens"] == sum((row["positions"] >= 0).sum() for row in expected)
+
+
+# Settings
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_the_learning_rate_by_step(warmup):
+    """From 0 to its peak in a line, then by its schedule to the end rate, which the step behind the last would have."""
+    peak, end, steps = 0.8, 0.2, 12
+    after = steps - warmup
+    done = [max(0.0, (step - warmup) / after) for step in range(steps + 1)]
+    behind = dict(
+        cosine=[end + (peak - end) * (1 + np.cos(np.pi * x)) / 2 for x in done],
+        linear=[peak + (end - peak) * x for x in done],
+        constant=[peak] * (steps + 1),
+    )
+    for schedule, expected in behind.items():
+        settings = SFTSettings(
+            steps=steps, length=8, learning_rate=peak, end_rate=end, warmup_steps=warmup, schedule=schedule
+        )
+        expected = [peak * step / warmup if step < warmup else expected[step] for step in range(steps + 1)]
+        np.testing.assert_allclose([settings.rate(step) for step in range(steps + 1)], expected, rtol=1e-5)
+    assert SFTSettings(steps=3, length=8, learning_rate=0.0).rate(1) == 0.0
+
+
+def test_settings_that_no_run_has(unchecked):
+    """The least of each setting is taken, and nothing below it."""
+    given = dict(steps=9, length=8)
+    least = dict(
+        steps=1, length=1, rows=1, accumulate=1, warmup_steps=0, end_rate=0.0, weight_decay=0.0, index_loss=0.0
+    )
+    for name, smallest in least.items():
+        assert getattr(SFTSettings(**given | {name: smallest}), name) == smallest
+        with pytest.raises(ValueError, match=rf"{name} = {smallest - 1}: must be at least {smallest:g}"):
+            SFTSettings(**given | {name: smallest - 1})
+    assert SFTSettings(**given, warmup_steps=8, clip_norm=1e-9).warmup_steps == 8
+    for wrong, reason in (
+        (dict(clip_norm=0.0), "clip_norm = 0.0: must be above 0"),
+        (dict(warmup_steps=9), "warmup_steps = 9: must be fewer than the run's 9"),
+        (dict(schedule="none"), "schedule = 'none': choose of cosine, linear"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            SFTSettings(**given | wrong)
+
+
+def test_a_folder_has_the_settings_of_its_run(tmp_path):
+    """As JSON that a reader can read; another run is refused with what differs."""
+    folder, settings = tmp_path / "runs" / "a", {"steps": 9, "name": "x", "rates": [0.5]}
+    for _ in range(2):
+        check_same_run(folder, settings)
+        assert (folder / "settings.json").read_text() == json.dumps(settings, indent=2) + "\n"
+    for changes, said in (({"steps": 8}, "steps = 9"), ({"name": "y", "new": 1}, "name = 'x', new = None")):
+        with pytest.raises(ValueError, match=f"a has a run with {said}: give the same, or another --out"):
+            check_same_run(folder, settings | changes)
 
 
 # Runs. What is trained is one matrix: all that a run does but the model is the same.
@@ -186,7 +247,12 @@ OPTIMIZER = make_optimizer(SETTINGS.rate)
 
 
 def run(
-    folder: Path, steps: int = 6, mesh: Mesh | None = None, tensorboard: Path | None = None, **changes
+    folder: Path,
+    steps: int = 6,
+    mesh: Mesh | None = None,
+    tensorboard: Path | None = None,
+    say=lambda _: None,
+    **changes,
 ) -> list[dict]:
     """Train up to a step of six, and return the lines of the metrics without times."""
     table = {"logits": jnp.zeros((64, 64))}
@@ -197,7 +263,7 @@ def run(
     metrics = folder / "metrics.jsonl"
     stopping = Stopping(batches, steps)
     try:
-        fine_tune(state, stopping, OPTIMIZER, Bigrams(), settings, folder, metrics, save_every=2, say=lambda _: None,
+        fine_tune(state, stopping, OPTIMIZER, Bigrams(), settings, folder, metrics, save_every=2, say=say,
                   mesh=mesh, tensorboard=tensorboard)  # fmt: skip
     except KeyboardInterrupt:
         assert steps < 6
@@ -219,16 +285,25 @@ class Stopping:
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path):
     """By Ctrl-C between two states that are kept: the same batches, losses and metrics, one line a step."""
-    whole = run(tmp_path / "whole")
+    said: list[str] = []
+    whole = run(tmp_path / "whole", say=said.append)
     assert [line["step"] for line in whole] == list(range(1, 7)) and whole[-1]["loss"] < whole[0]["loss"]
-    assert len(run(tmp_path / "cut", 3)) == 3
+    batches, rate = PackedBatches(examples(), SETTINGS, 8), replace(SETTINGS, steps=6).rate
+    for line, step in zip(whole, range(6), strict=True):
+        counts = line["targets"], line["tokens"]
+        assert counts == (batches[step]["num_targets"], batches[step]["num_tokens"])
+        assert line["learning_rate"] == pytest.approx(float(rate(step)))
+    # The first step and the last; between them a line comes every ten seconds.
+    assert [text.split(",")[0] for text in said] == [
+        f"step {line['step']} of 6: loss {line['loss']:.4f}" for line in (whole[0], whole[-1])
+    ]
+    assert len(run(tmp_path / "cut", 3, say=said.append)) == 3
+    assert said[-1] == "stopped: the same command goes on from what was kept"
     with (tmp_path / "cut" / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 4, "lo')  # a process that was killed while it wrote
-    said: list[str] = []
-    assert run(tmp_path / "cut") == whole
-    assert not said
-    with pytest.raises(ValueError, match=r"has a run with learning_rate = 0.01: give the same, or another --out"):
-        sft.check_same_run(tmp_path / "cut", {"learning_rate": 0.02})
+    assert run(tmp_path / "cut", say=said.append) == whole and "going on from step 3" in said
+    said.clear()
+    assert run(tmp_path / "cut", say=said.append) == whole and not said, "a finished run trains no further"
 
 
 @pytest.mark.further  # in processes; stopped in this one: the test above

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 from support import tiny
 
 from m3jax.model import M3, Choices
 from m3jax.msa import SelectionRules, block_scores, select_blocks
 from m3jax.ops import Heads
 from m3jax.parallel import make_mesh
-from m3jax.train import grpo
 from m3jax.train.grpo import RunSettings, layout_of_groups
 from m3jax.train.policy import PolicyLoss
 from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, as_batch_of_groups, read_batch
@@ -92,7 +94,8 @@ def test_losses_and_gradients_are_those_of_the_sequences_alone(answers, replay, 
     reader = model()
     if data > 1:
         reader = tiny.model(CONFIG, mesh=make_mesh(data=data))
-        shared = grpo._on_devices(shared, reader.mesh)
+        of_rows = lambda x: NamedSharding(reader.mesh, PartitionSpec(*("data",)[: np.ndim(x)]))
+        shared = jax.tree.map(lambda x: jax.device_put(x, of_rows(x)), shared)
     (loss, parts), grads = step(reader, shared)
     (want, want_parts), want_grads = step(model(), alone)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
@@ -155,16 +158,26 @@ def test_where_prompts_are_shared():
     assert of_run(settings, tiny.model(CONFIG, mesh=make_mesh(data=3))) is None
 
 
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 9), st.integers(1, 5))
+def test_the_layout_of_groups_is_the_least_that_holds_all(lengths, new, block):
+    """Of whole blocks; a prompt's last token is an answer's."""
+    layout = GroupLayout.of(lengths, new, block)
+    shared = [max(n for n in range(0, length, block) if n <= length - 1) for length in lengths]
+    own = max(length - of_it for length, of_it in zip(lengths, shared, strict=True)) + new
+    assert layout.prompt_slots == max(shared) and layout.block_size == block
+    assert layout.width % block == 0 and own <= layout.width < own + block
+
+
 def test_what_cannot_be_shared_is_said(unchecked):
     drawn, layout = groups(2), GroupLayout.of(PROMPTS, NEW, BLOCK)
-    for given, room, message in (
+    for episodes, room, message in (
         ((drawn[0], drawn[1][:1]), layout, r"groups of \[1, 2\] episodes: all need as many"),
         (((drawn[0][0], groups(3)[0][0]),), layout, "group 0 begin with different prompts"),
         (drawn, replace(layout, prompt_slots=16), "group 0 shares 20 tokens .* room for 16 and 20"),
         (drawn, replace(layout, width=4), "more; the layout has room for 20 and 4"),
     ):
         with pytest.raises(ValueError, match=message):
-            as_batch_of_groups(given, room)
+            as_batch_of_groups(episodes, room)
     shared = as_batch_of_groups(drawn, layout)
     with pytest.raises(ValueError, match="not shared in the invariant mode"):
         read_batch(model().with_invariance(), shared)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,11 @@ import m3jax
 from m3jax.decoding.device.compiler_options import OPTIONS
 from m3jax.model import M3, moe
 from m3jax.parallel import make_mesh
-from m3jax.train import programs, run
+from m3jax.train import lora, programs, run
 from m3jax.train import step as training
 from m3jax.train.losses import MSALoss
+from m3jax.train.rollouts import RolloutLoss
+from m3jax.train.sft import SFTLoss
 from m3jax.train.step import TrainState, balance, init_state, make_optimizer
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -113,6 +116,21 @@ def test_master_weights_are_float32():
     assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {jnp.dtype("float32")}
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: SFTLoss()(model, {}),
+        lambda model: RolloutLoss()(model, {}),
+        lambda model: init_state(model, OPTIMIZER),
+        lambda model: lora.merge_folder(model, "nowhere"),
+    ],
+    ids=["sft", "rollouts", "state", "merge"],
+)
+def test_weights_in_mxfp8_are_refused_before_anything_is_read(use, unchecked):
+    with pytest.raises(ValueError, match="linear layers are in MXFP8, which is frozen: train "):
+        use(SimpleNamespace(is_mxfp8=True))
+
+
 def test_a_state_on_a_mesh_keeps_the_parameters_places():
     mesh = make_mesh(tensor=2)
     state = init_state(tiny.model(CONFIG, mesh=mesh), OPTIMIZER)
@@ -154,10 +172,15 @@ def test_any_loss_can_be_trained():
 def test_the_standard_loss_is_the_next_token_and_the_index_branch():
     """`MSALoss` is `TinyLoss` on a batch without recalled values, and reads no more of it than tokens and weights."""
     model, arrays = start().model, batch()
-    standard, own = (kind(kl_stride=4, kl_weight=0.5) for kind in (MSALoss, TinyLoss))
-    few = {name: arrays[name] for name in ("tokens", "weights")}
-    both = jax.jit(lambda model: (standard(model, few), own(model, arrays)), compiler_options=QUICK)
-    (loss, parts), (own_loss, own_parts) = both(model)
+    standard, own = (kind(kl_stride=4, kl_weight=0.5, compute_dtype="float32") for kind in (MSALoss, TinyLoss))
+    few = {"tokens": arrays["tokens"], "weights": jnp.asarray(np.random.default_rng(0).random((2, 64), np.float32))}
+    arrays |= few
+    inputs, targets = few["tokens"][:, :-1], few["tokens"][:, 1:]
+    both = jax.jit(lambda model: (standard(model, few), own(model, arrays), model(inputs)), compiler_options=QUICK)
+    (loss, parts), (own_loss, own_parts), logits = both(model)
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets)
+    np.testing.assert_allclose(parts["lm"], np.average(losses, weights=few["weights"]), rtol=1e-5)
+    np.testing.assert_allclose(parts["loads"][-1].sum(axis=-1), 1.0, rtol=1e-6)
     assert parts.keys() == {"lm", "kl", "loads"} and own_parts.keys() == {*parts, "recall"}
     np.testing.assert_allclose(loss, own_loss, rtol=1e-6)
     np.testing.assert_allclose(loss, parts["lm"] + 0.5 * parts["kl"], rtol=1e-6)
@@ -217,6 +240,69 @@ def test_a_frozen_index_branch_does_not_drift():
 def test_the_optimiser_never_moves_routing_biases():
     everything = names("")
     assert moved(names_with_gradient=("",)) == everything - names("e_score_correction_bias")
+
+
+def adamw(params, grads_of_step, rates, weight_decay, clip):
+    """AdamW by its definition, in float64: 0.9, 0.95, 1e-10; gradients of one call are clipped together."""
+    params = {name: np.float64(x) for name, x in params.items()}
+    moments = {name: [0.0, 0.0] for name in params}
+    for step, grads in enumerate(grads_of_step, 1):
+        norm = np.sqrt(sum((np.float64(g) ** 2).sum() for g in grads.values()))
+        for name, grad in grads.items():
+            grad = np.float64(grad) * min(1.0, clip / norm)
+            first, second = moments[name]
+            moments[name] = first, second = 0.9 * first + 0.1 * grad, 0.95 * second + 0.05 * grad**2
+            update = first / (1 - 0.9**step) / (np.sqrt(second / (1 - 0.95**step)) + 1e-10)
+            decay = 0 if "norm" in name or name.endswith("bias") else weight_decay
+            params[name] = params[name] - rates[step - 1] * (update + decay * params[name])
+    return params
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "index", "text", "vision"])
+def test_the_optimiser_is_adamw_by_its_definition(frozen):
+    """The tower has its rate and its norm of gradients; routing biases, and what is frozen, keep every bit."""
+    draw = np.random.default_rng(0)
+    names = ("w", "norm", "q_bias", "mlp.index_q", "mlp.e_score_correction_bias", "vision.w", "vision.norm")
+    nested = lambda flat: {name: jnp.asarray(x) for name, x in flat.items()}
+    params = {name: draw.normal(size=3).astype(np.float32) for name in names}
+    # The first is not clipped, the others are: AdamW does not see a factor that all gradients have.
+    sizes = (0.05, 1.0, 3.0)
+    grads = [{name: (size * draw.normal(size=3)).astype(np.float32) for name in names} for size in sizes]
+    text_rates, vision_rates = [0.1, 0.2, 0.3], [0.3, 0.2, 0.1]
+    by_step = lambda rates: lambda count: jnp.asarray(rates)[count]
+    optimizer = make_optimizer(
+        by_step(text_rates), frozen_index=frozen == "index", frozen_text=frozen == "text",
+        frozen_vision=frozen == "vision", vision_rate=by_step(vision_rates),
+    )  # fmt: skip
+    found, state = nested(params), optimizer.init(nested(params))
+    for grad in grads:
+        updates, state = optimizer.update(nested(grad), state, found)
+        found = {name: found[name] + updates[name] for name in names}
+    still = {
+        "nothing": [], "index": ["mlp.index_q"], "text": [name for name in names if "vision" not in name],
+        "vision": ["vision.w", "vision.norm"],
+    }[frozen]  # fmt: skip
+    still = {*still, "mlp.e_score_correction_bias"}
+    for name in still:
+        np.testing.assert_array_equal(found[name], params[name], err_msg=name)
+    for is_vision, rates in ((False, text_rates), (True, vision_rates)):
+        moved = [name for name in names if name not in still and name.startswith("vision.") == is_vision]
+        if moved:
+            of_moved = [{name: flat[name] for name in moved} for flat in (params, *grads)]
+            expected = adamw(of_moved[0], of_moved[1:], rates, 0.1, 1.0)
+            for name in moved:
+                np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+def test_an_optimiser_of_one_rate_takes_it_for_the_tower_too():
+    params = {"w": jnp.ones(2), "vision.w": jnp.ones(2)}
+    optimizer = make_optimizer(lambda count: 0.5, weight_decay=0.0, clip_norm=1e9)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["w"], [-0.5, -0.5], rtol=1e-6)
+    np.testing.assert_array_equal(updates["w"], updates["vision.w"])
+    least = {name: jnp.full(2, 1e-10) for name in params}  # as large as what Adam adds to the root
+    updates, _ = optimizer.update(least, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["w"], [-0.25, -0.25], rtol=1e-4)
 
 
 # Routing balance
@@ -292,7 +378,7 @@ class Numbered:
 def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
     """In the middle of a stage: the weights are those of a run in one go, to the bit."""
     stages = run.Stage("warm-up", 3, 8, 2, False), run.Stage("sparse", 3, 8, 2, True)
-    loss, done, step = RowsOfTokens(), [], run.train_step
+    loss, done, looked, step = RowsOfTokens(), [], [], run.train_step
     monkeypatch.setattr(run, "KEEP_SECONDS", 0.0)
 
     def train(folder: str, stop_before: int = 6) -> M3:
@@ -304,11 +390,12 @@ def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
 
         monkeypatch.setattr(run, "train_step", noted)
         return run.run_stages(
-            tmp_path / folder, stages, start(), OPTIMIZER, loss, batches=lambda stage: Numbered(), schedule="mask"
-        ).model
+            tmp_path / folder, stages, start(), OPTIMIZER, loss, batches=lambda stage: Numbered(), schedule="mask",
+            check=lambda state: looked.append(int(state.step)), check_every=2,
+        ).model  # fmt: skip
 
     whole = train("whole")
-    assert loss.trained == ["dense", "mask"] and done == [0, 1, 2, 3, 4, 5]
+    assert loss.trained == ["dense", "mask"] and done == [0, 1, 2, 3, 4, 5] and looked == [2, 4, 6]
     done.clear()
     with pytest.raises(KeyboardInterrupt):
         train("parts", stop_before=4)

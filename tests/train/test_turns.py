@@ -12,6 +12,7 @@ from support.engines import CONFIG, SHAPE, prompt
 from m3jax.assets import embedded_path
 from m3jax.decoding import Engine, Params, Sampling
 from m3jax.text import ChatTemplate
+from m3jax.train import grpo
 from m3jax.train.grpo import Rounds, RunSettings, TurnWriter, arguments_of, last_turn
 from m3jax.train.rollouts import Episode, as_batch, read_logprobs, roll_out
 
@@ -86,6 +87,15 @@ def written(earlier: list[dict], message: dict) -> list[int]:
     return TOKENIZER.encode(whole[len(before) : whole.rindex("[e~[") + len("[e~[")])
 
 
+def test_an_answer_is_read_without_the_token_that_ended_it():
+    """Cut or whole; and, as a text, without special tokens."""
+    tokens = [*TOKENIZER.encode("on"), TOKENIZER.bos_id, *TOKENIZER.encode("e")]
+    for ends in ([], STOP):
+        assert WRITER.text([*tokens, *ends]) == "one"
+        message = WRITER.message({"thinking_mode": "disabled"}, [*TOKENIZER.encode("one"), *ends])
+        assert (message["role"], message["content"]) == ("assistant", "one")
+
+
 def test_between_two_turns_stands_what_the_template_has():
     """The drawn tokens, and behind them what tools wrote: together the dialogue as the template renders it."""
     answer = written(ROW["messages"], {"role": "assistant", "content": "", "tool_calls": [CALL]})
@@ -105,8 +115,12 @@ def test_between_two_turns_stands_what_the_template_has():
         TurnWriter(TOKENIZER, forgetful, tuple(STOP)).between(ROW, ROW["messages"], read, results, STOP[0])
 
 
+class Enough(Exception):
+    """Ends a round before it learns."""
+
+
 class Tools:
-    """A task whose tool adds one."""
+    """A task whose tool adds one; it keeps the answers that it is to reward."""
 
     has_tools = True
 
@@ -114,11 +128,15 @@ class Tools:
         assert [name for name, _, _ in calls] == ["add"] * len(calls) and all(row is ROW for *_, row in calls)
         return [str(arguments["a"] + 1) for _, arguments, _ in calls]
 
+    def reward_parts(self, rows, answers, group):
+        assert rows == [ROW] * 4 and group == 4
+        self.answers = answers
+        raise Enough
 
-def test_a_task_s_tools_answer_calls_and_nothing_else(unchecked):
+
+def test_a_task_s_tools_answer_calls_and_nothing_else(unchecked, monkeypatch):
     """An answer that calls goes on; one that does not, was cut, or has no room ends. Rewards get all messages."""
     params, length = Params(max_new_tokens=64, sampling=Sampling(), stop_ids=tuple(STOP)), 400
-    rounds = Rounds(None, Tools(), [ROW], [], WRITER, params, None, RunSettings(steps=1), length, turns=2)
     prompt = TOKENIZER.encode(TEMPLATE.render(ROW["messages"], **SHARED))
 
     def episode(*turns: list[int]) -> Episode:
@@ -129,14 +147,21 @@ def test_a_task_s_tools_answer_calls_and_nothing_else(unchecked):
 
     calls = written(ROW["messages"], {"role": "assistant", "content": "", "tool_calls": [CALL]})
     says = written(ROW["messages"], {"role": "assistant", "content": "3."})
-    rows, messages = [ROW] * 4, {i: [] for i in range(4)}
-    crowded = episode([9] * (length - len(prompt) - len(calls) - 2) + calls)
-    going = [(0, episode(calls)), (1, episode(says)), (2, episode(calls[:-1])), (3, crowded)]
-    found = rounds._respond(rows, messages, going)
-    assert [between is not None for between in found] == [True, False, False, False]
-    assert [message["role"] for message in messages[0]] == ["assistant", "tool"] and messages[0][1]["content"] == "2"
-    assert not any(messages[i] for i in (1, 2, 3))
-    two_turns = episode(calls, list(found[0]), says)
-    answer = rounds._answer(ROW, two_turns, messages[0])
-    assert [message["role"] for message in answer] == ["assistant", "tool", "assistant"]
-    assert answer[-1]["content"] == "3."
+    crowded = [9] * (length - len(prompt) - len(calls) - 2) + calls
+    first_turns = [episode(turn) for turn in (calls, says, calls[:-1], crowded)]
+
+    def roll_out(engine, prompts, asked, count, seed, respond, turns, room):
+        assert (prompts, count, turns, room) == ([tuple(prompt)], 4, 2, length)
+        between = respond(list(enumerate(first_turns)))
+        assert [found is not None for found in between] == [True, False, False, False]
+        return [[episode(calls, list(between[0]), says), *first_turns[1:]]]
+
+    monkeypatch.setattr(grpo, "roll_out", roll_out)
+    task, settings = Tools(), RunSettings(steps=1, prompts=1, answers=4)
+    rounds = Rounds(None, task, [ROW], [tuple(prompt)], WRITER, params, None, settings, length, turns=2)
+    with pytest.raises(Enough):
+        rounds(0, None)
+    with_tool, *others = task.answers
+    assert [message["role"] for message in with_tool] == ["assistant", "tool", "assistant"]
+    assert (with_tool[1]["content"], with_tool[2]["content"]) == ("2", "3.")
+    assert [[message["role"] for message in answer] for answer in others] == [["assistant"]] * 3
