@@ -48,3 +48,17 @@ def test_bad_words_have_the_hubs_name_and_penalties_have_none(unchecked):
     assert found == Defaults({"bad_words": [[3], [4, 5]]}, ignored=("logit_bias", "presence_penalty"))
     with pytest.raises(ValueError, match="bad_words = 7: give sequences of token ids"):
         Defaults.from_dict({"bad_words_ids": 7})
+
+
+def test_settings_at_their_limits():
+    """4,096 stop ids and numbers of 31 bits are taken; no draw is a temperature of 0, whatever the folder's is."""
+    largest = 2**31 - 1
+    found = Defaults.from_dict({"eos_token_id": [0, *[largest] * 4095], "max_new_tokens": largest, "top_k": None})
+    assert len(found.stop_ids) == 4096 and found.max_new_tokens == largest and dict(found.knobs) == {}
+    with pytest.raises(ValueError, match="eos_token_id = "):
+        Defaults.from_dict({"eos_token_id": [0] * 4097})
+    assert Defaults.from_dict({"eos_token_id": 5, "max_new_tokens": 1}).stop_ids == (5,)
+    assert Defaults.from_dict({"eos_token_id": []}).stop_ids == () and Defaults.from_dict({}).stop_ids is None
+    greedy = Defaults.from_dict({"do_sample": False, "temperature": 0.7, "top_p": 0.5, "zzz": 1, "use_cache": True})
+    assert dict(greedy.knobs) == {"temperature": 0, "top_p": 0.5} and greedy.ignored == ("zzz",)
+    assert dict(Defaults.from_dict({"do_sample": True, "temperature": 0.7}).knobs) == {"temperature": 0.7}

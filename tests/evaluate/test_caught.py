@@ -13,6 +13,7 @@ from m3jax.evaluate.caught import (
     caught_by_distance,
     caught_figures,
     caught_mass,
+    caught_table,
     default_first,
     distance_bucket,
     random_like,
@@ -125,13 +126,34 @@ def test_a_mesh_catches_the_same():
     assert_close(found, of_a_model(), "mass on a mesh", "LKWZ", atol=1e-5)
 
 
-def test_figures_are_shares_of_the_mass_at_their_distance():
-    figures = caught_figures(CONFIG, of_a_model(), 96, 128)
-    assert figures["layers"] == [1] and figures["distances"] == [[0, 8], [8, 16], [16, 32], [32, 64], [64, 128]]
-    of_all, selected, _ = of_a_model()[0].mean(axis=0)
-    assert_close(figures["caught_by_distance"][0], selected / of_all, "share", "Z", rtol=1e-6)
-    assert_close(figures["mass_by_distance"][0], of_all, "mass", "Z", rtol=1e-6)
-    assert_close(figures["caught"][0], of_a_model()[0, :, 1].sum(-1), "caught", "K", rtol=1e-6)
+def test_figures_of_what_selection_catches_and_their_table():
+    """Layers are numbered through all stacks; of a distance without mass there is no share."""
+    config = tiny.config("dMMdM")
+    draw = np.random.default_rng(0)
+    mass = draw.random((3, 2, 3, 3))  # [L K W Z]
+    mass[1, :, :, 2] = 0.0
+    found = caught_figures(config, mass, 40, 50)
+    assert (found["layers"], found["first"], found["context"]) == ([1, 2, 4], 40, 50)
+    assert found["distances"] == [[0, 8], [8, 16], [16, 50]]
+    for i in range(3):
+        whole, part = mass[i].mean(axis=0)[:2]
+        np.testing.assert_allclose(found["mass_by_distance"][i], whole)
+        shares = [part[z] / whole[z] if whole[z] else None for z in range(3)]
+        np.testing.assert_allclose(*(np.array(x, float) for x in (found["caught_by_distance"][i], shares)))
+        assert [share is None for share in found["caught_by_distance"][i]] == [False, False, i == 1]
+        np.testing.assert_allclose(found["caught"][i], mass[i, :, 1].sum(-1))
+        np.testing.assert_allclose(found["by_chance"][i], mass[i, :, 2].sum(-1))
+    result = dict(
+        layers=[7], distances=[[0, 8], [8, 5000]], caught=[[0.5, 0.25]], by_chance=[[0.125, 0.0]],
+        caught_by_distance=[[1.0, None]], mass_by_distance=[[0.75, 0.0]],
+    )  # fmt: skip
+    other = result | dict(caught=[[1.0, 0.5]], mass_by_distance=[[0.5, 0.5]])
+    assert caught_table([result, other]) == [
+        ["layer 7, by KV group", "50.0% 25.0%", "100.0% 50.0%"],
+        ["  as many random blocks", "12.5% 0.0%", "12.5% 0.0%"],
+        ["  0 to 7 tokens back", "100.0% of 75.0%", "100.0% of 50.0%"],
+        ["  8 to 4,999 tokens back", "- of 0.0%", "- of 50.0%"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("first", [None, 96, -1])

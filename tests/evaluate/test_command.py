@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from m3jax.checkpoint import save
 from m3jax.cli.arguments import BACKENDS
-from m3jax.evaluate.__main__ import OPTIONS, TASKS, main
+from m3jax.evaluate.__main__ import OPTIONS, TASKS, main, parser, with_defaults
 from m3jax.evaluate.command import as_text, column_names
 from m3jax.evaluate.tasks import TASKS as MEASURED
 from m3jax.ops import BACKENDS as ALL_BACKENDS
@@ -69,6 +69,9 @@ def test_a_task_writes_its_figures_and_a_picture(run, folder, tmp_path, task):
     assert (tmp_path / "one" / f"{task}.png").read_bytes().startswith(b"\x89PNG") and "one, float32" in table
     report = json.loads((tmp_path / "one" / f"{task}.json").read_text())
     assert (report["task"], report["schema"]) == (task, 1)
+    if task == "perplexity":
+        settings = dict(text=[str(folder / "text.py")], tokens=150, context=64, batch=2, chunk=32)
+        assert report["settings"] == settings
     status, table, _ = run("--task", task, *SIZES[task], "--against", folder / "two", "--out", tmp_path / "both")
     assert status == 0 and table.split("\n")[0].split() == ["one", "two"]
     both = json.loads((tmp_path / "both" / f"{task}.json").read_text())["results"]
@@ -186,9 +189,47 @@ def test_what_is_said_without_jax_is_so():
     assert set(BACKENDS) == set(ALL_BACKENDS)
 
 
-def test_columns_say_what_tells_them_apart():
-    one = {"model": "a/b", "dtype": "float32", "kv_dtype": "float32", "index_dtype": "float32", "backend": "auto"}
-    assert column_names([one]) == ["b, float32"]
-    assert column_names([one, one | {"model": "c"}]) == ["b", "c"]
-    assert column_names([one, one | {"index_dtype": "bfloat16"}]) == ["float32", "float32, index bfloat16"]
-    assert as_text([["", "b"], ["loss", "1.25"]]) == "         b\nloss  1.25\n"
+def test_columns_are_named_by_what_tells_them_apart():
+    base = dict(model="x/one", dtype="float32", kv_dtype="float32", index_dtype="float32", backend="xla")
+    of = lambda *changes: column_names([base | change for change in changes])
+    assert of({}) == of({}, {})[:1] == ["one, float32"]
+    assert of({}, dict(kv_dtype="float8")) == ["float32", "float32, cache float8"]
+    assert of({}, dict(backend="triton")) == ["float32, xla", "float32, triton"]
+    assert of({}, dict(model="y/two", index_dtype="float8")) == ["one", "two, index float8"]
+    assert of({}, dict(model="/")) == ["one", "/"]
+    other = dict(model="two", dtype="bfloat16", kv_dtype="f8", index_dtype="i8", backend="triton")
+    assert of({}, other) == ["one, float32, xla", "two, bfloat16, cache f8, index i8, triton"]
+    assert as_text([["", "ab"], ["long name", "c"], ["x", ""]]) == "           ab\nlong name   c\nx\n"
+
+
+# What docs/evaluate.md and --help say that a task does where nothing is asked for.
+DEFAULTS = {
+    "perplexity": dict(tokens=16_384, context=None, skip=None),
+    "recall": dict(lengths=(256, 512, 1024, 2048), depths=(0.0, 0.25, 0.5, 0.75, 1.0), repeats=2, seed=0,
+                   kinds=("needle", "several", "chain")),
+    "kl": dict(context=None, skip=None, prompts=8, reference="x", write_reference=None),
+    "caught": dict(context=None, skip=None, prompts=2),
+    "acceptance": dict(context=None, prompts=8, seed=0, draft=None, draft_tokens=3, temperatures=(0.0, 0.7),
+                       max_new_tokens=64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_s_sizes_where_nothing_is_asked_for_and_their_least(task):
+    """Options of other tasks are None; the smallest of each size is taken, and one below is refused by its name."""
+    given = ["--task", task, *(["--reference", "x"] if task == "kl" else [])]
+    found = vars(with_defaults(parser().parse_args(given)))
+    asked = DEFAULTS[task] | (dict(reference=Path("x")) if task == "kl" else {})
+    assert {name: found[name] for name in OPTIONS if name != "text"} == dict.fromkeys(set(OPTIONS) - {"text"}) | asked
+    assert (found["text"], found["batch"], found["chunk"]) == ((), 4, 512)
+    whole = [name for name in ("tokens", "repeats", "prompts", "draft_tokens", "max_new_tokens") if asked.get(name)]
+    starts = [name for name in ("skip", "seed") if name in asked]
+    for name, least in [(name, 1) for name in ("batch", "chunk", *whole)] + [(name, 0) for name in starts]:
+        option = f"--{name.replace('_', '-')}"
+        assert getattr(with_defaults(parser().parse_args([*given, option, str(least)])), name) == least
+        with pytest.raises(ValueError, match=f"^{option} {least - 1}: too small"):
+            with_defaults(parser().parse_args([*given, option, str(least - 1)]))
+
+
+def test_a_task_has_to_be_named(capsys):
+    assert main([]) == 2 and "the following arguments are required: --task" in capsys.readouterr().err

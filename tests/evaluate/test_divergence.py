@@ -14,10 +14,8 @@ from safetensors.numpy import load_file, save_file
 from support import evaluation, tiny
 from support.comparisons import assert_close
 
-from m3jax.evaluate import dumps
-from m3jax.evaluate.acceptance import figures
-from m3jax.evaluate.divergence import divergence, score_reference
-from m3jax.evaluate.dumps import ABOUT, read_dump, write_dump
+from m3jax.evaluate.divergence import divergence, divergence_table, score_reference
+from m3jax.evaluate.dumps import ABOUT, fitting, read_dump, write_dump
 from m3jax.evaluate.reading import Reading
 from m3jax.model import M3
 
@@ -113,6 +111,9 @@ def test_another_model_by_the_definition(reference, skip):
     }  # fmt: skip
     for name, value in expected.items():
         assert_close(found[name], value, name, rtol=2e-3)
+    shares, values = zip(*found["quantiles"], strict=True)
+    assert shares == (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999, 1.0)
+    assert_close(np.array(values), np.quantile(kl, shares), "quantiles", rtol=2e-3, atol=1e-6)
 
 
 def test_divergence_has_a_direction(reference):
@@ -126,11 +127,12 @@ def test_divergence_has_a_direction(reference):
     assert abs(there - np.mean(other_way)) > 0.01 * there
 
 
-def test_little_crosses_to_the_host_at_once(monkeypatch):
-    """However large the vocabulary: V times batch times chunk is bounded."""
-    monkeypatch.setattr(dumps, "_LOGITS_OF_A_CALL", 1000)
-    assert dumps.fitting(Reading(chunk=512, batch=4), 50) == Reading(chunk=5, batch=4)
-    assert dumps.fitting(Reading(chunk=512, batch=4), 10**6).chunk == 1
+def test_calls_that_return_logits_are_short():
+    """At most 2^26 logits of a call, at least one token a row; everything else stays."""
+    how = Reading(chunk=512, batch=4, kv_dtype="bfloat16", index_dtype="float32")
+    assert fitting(how, 2**15) == how and fitting(how, 2**15 + 1).chunk == 511
+    assert fitting(how, 2**24).chunk == fitting(how, 2**25).chunk == 1
+    assert fitting(how, 200_064) == Reading(83, 4, "bfloat16", "float32")
 
 
 def test_a_reference_of_another_engine(tmp_path):
@@ -212,14 +214,9 @@ def test_a_reference_is_not_written_over(reference):
     assert {path: path.read_bytes() for path in reference.iterdir()} == before
 
 
-# Acceptance
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=30))
-def test_figures_of_a_draft(accepted: list[int]):
-    """From counts, as an engine has them: what the definition says of each verification."""
-    counts = [sum(length >= k for length in accepted) for k in range(1, 5)]
-    shares, mean_length = evaluation.acceptance(accepted, 4)
-    found = figures(len(accepted), counts)
-    assert_close(found["shares"], shares, "shares", "K", rtol=1e-12)
-    assert_close(found["mean_length"], mean_length, "mean length", rtol=1e-12)
+def test_a_table_of_divergences():
+    result = dict(mean=0.1234, standard_error=None, median=2e-5, p99=3, max=5, top1_agreement=0.98765, positions=12_345)
+    assert divergence_table([result | {"p99.9": 4}]) == [
+        ["mean KL, nats", "0.123"], ["its standard error", ""], ["median", "2e-05"], ["99%", "3"], ["99.9%", "4"],
+        ["largest", "5"], ["same most probable token", "98.77%"], ["positions counted", "12,345"],
+    ]  # fmt: skip

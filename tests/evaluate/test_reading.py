@@ -14,7 +14,7 @@ from tiny.measure import validation_loss
 
 from m3jax.cache import Cache
 from m3jax.evaluate import reading
-from m3jax.evaluate.perplexity import Text, perplexity, windows
+from m3jax.evaluate.perplexity import Text, perplexity, perplexity_table, windows
 from m3jax.evaluate.reading import Reading, token_scores
 from m3jax.model import M3
 
@@ -131,6 +131,13 @@ def test_perplexity_is_the_mean_over_tokens():
         np.testing.assert_allclose((each["tokens"], each["loss"]), (inside.sum(), both[inside].mean()), rtol=1e-4)
 
 
+def test_a_window_that_is_context_alone_is_refused():
+    texts = [Text("long", rows()[0], 100)]
+    for skip in (-1, 32):
+        with pytest.raises(ValueError, match=f"skip = {skip}: of a window of 32 tokens it must be 0 to 31"):
+            perplexity(model(), texts, 32, skip, HOW)
+
+
 @pytest.mark.further  # of a script
 def test_validation_loss_is_a_mean_over_tokens():
     """Not over batches: the second one counts for less here."""
@@ -144,3 +151,22 @@ def test_validation_loss_is_a_mean_over_tokens():
             total += batch["weights"][b, t] * token_loss(logits[b, t], int(batch["tokens"][b, t + 1]))
         weight += batch["weights"].sum()
     np.testing.assert_allclose(validation_loss(model(), [first, second]), total / weight, rtol=1e-5)
+
+
+def test_a_table_of_perplexities():
+    """A line a figure, a file and a number of tokens before; what one result lacks is left empty."""
+    of = lambda loss, files, by_position: dict(
+        perplexity=1234.5, loss=loss, standard_error=None, bits_per_byte=0.5, top1=0.375, tokens=12_345,
+        files={name: dict(perplexity=value) for name, value in files.items()},
+        by_position=[{"to": to, "loss": value} for to, value in by_position],
+    )  # fmt: skip
+    one = of(2.0, {"a": 7.0, "b": 8.0}, [(1, 3.0), (2, 2.5), (4, 2.25)])
+    two = of(1.0, {"a": 6.5}, [(2, 1.0), (4096, 0.25)])
+    assert perplexity_table([one, two]) == [
+        ["perplexity", "1,234.500", "1,234.500"], ["loss, nats a token", "2.0000", "1.0000"],
+        ["its standard error", "", ""], ["bits a byte", "0.5000", "0.5000"],
+        ["most probable token right", "37.5%", "37.5%"], ["tokens counted", "12,345", "12,345"],
+        ["  a", "7.000", "6.500"], ["  b", "8.000", ""],
+        ["  loss after 1 tokens", "3.0000", ""], ["  loss after 2 tokens", "2.5000", "1.0000"],
+        ["  loss after 3 to 4 tokens", "2.2500", ""], ["  loss after 2,049 to 4,096 tokens", "", "0.2500"],
+    ]  # fmt: skip

@@ -14,9 +14,9 @@ from support.embedded import TOKENIZER
 from tiny.corpus import Corpus, RecordTokens
 from tiny.measure import haystack_of, recall_accuracy, recall_probe
 
-from m3jax.evaluate.prompts import KINDS, Haystack, Prompt, fill, recall_prompts
+from m3jax.evaluate.prompts import KINDS, Haystack, Prompt, fill, line_breaks, recall_prompts
 from m3jax.evaluate.reading import Reading
-from m3jax.evaluate.recall import Grid, recall
+from m3jax.evaluate.recall import Grid, recall, recall_table
 from m3jax.evaluate.words import WORDS
 from m3jax.text import Tokenizer
 
@@ -230,3 +230,69 @@ def test_wrong_grids(arguments, message):
     given = {"kinds": ("chain",), "lengths": (100,), "depths": (0.5,), "count": 1, "seed": 0} | arguments
     with pytest.raises(ValueError, match=message):
         Grid.of(haystack(), **given)
+
+
+def test_shares_of_recall_and_their_table(monkeypatch, unchecked):
+    """Of one question each, of several by their own depths, of a chain of all; an answer's tokens are all right."""
+    of = lambda answers, depths: Prompt(np.zeros(9, np.int32), answers, depths)
+    prompts = [
+        ("needle", 0, of(((2, 4),), (0.0,))), ("needle", 0, of(((2, 4),), (1.0,))),
+        ("needle", 1, of(((2, 3),), (0.0,))),
+        ("needle", 1, of(((3, 4),), (1.0,))), ("several", 0, of(((2, 3), (5, 6)), (1.0, 0.0))),
+        ("several", 1, of(((2, 3), (5, 6)), (0.0, 1.0))), ("chain", 0, of(((2, 3), (5, 6)), (0.0, 0.3))),
+        ("chain", 0, of(((2, 3), (5, 6)), (1.0, 0.3))), ("chain", 1, of(((2, 3), (5, 6)), (0.0, 0.3))),
+        ("chain", 1, of(((2, 3), (5, 6)), (1.0, 0.3))),
+    ]  # fmt: skip
+    # Token t is predicted at t - 1.
+    right_at = [(1, 2), (2, 3), (1,), (3,), (1,), (1, 4), (1, 4), (1,), (4,), (1, 4)]
+    scores = [(None, np.isin(np.arange(8), at)) for at in right_at]
+    given = []
+    monkeypatch.setattr(
+        "m3jax.evaluate.recall.token_scores", lambda model, rows, how: given.append((model, len(rows), how)) or scores
+    )
+    grid = Grid(("needle", "several", "chain"), (1000, 20), (0.0, 1.0), 1, prompts)
+    found = recall("model", grid, "how")
+    assert given == [("model", 10, "how")]
+    shares = dict(needle=[[1, 0], [1, 0]], several=[[0, 1], [1, 1]], chain=[[1, 0], [0, 1]])
+    of_kinds = {kind: dict(shares=x, mean=np.mean(x)) for kind, x in shares.items()}
+    assert found == dict(lengths=[1000, 20], depths=[0.0, 1.0], count=1, **of_kinds)
+    del found["several"]
+    table = [
+        ["depth", "    0%  100%"], ["needle", "mean 50.0%"], ["  1,000 tokens", "  100%    0%"],
+        ["  20 tokens", "  100%    0%"], ["chain", "mean 50.0%"], ["  1,000 tokens", "  100%    0%"],
+        ["  20 tokens", "    0%  100%"],
+    ]  # fmt: skip
+    assert recall_table([found]) == table
+    assert recall_table([found, found]) == [[name, figures, figures] for name, figures in table]
+
+
+def test_limits_of_prompts(unchecked):
+    """Two words of a record, of a depth's and of a chain's: the others are left for distractors."""
+    most = len(WORDS) // 2 - 4
+    prompts = lambda **changes: recall_prompts(
+        **dict(haystack=haystack(), kind="needle", length=900, depths=(0.0, 1.0), count=1, seed=3) | changes
+    )
+    assert [len(prompts(distractors=count)) for count in (0, most)] == [2, 2]
+    for changes, reason in (
+        (dict(distractors=-1), f"distractors = -1: with 2 depths give 0 to {most}"),
+        (dict(distractors=most + 1), "with 2 depths give"),
+        (dict(depths=()), "depths = "),
+        (dict(depths=(-0.0001,)), "depths from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            prompts(**changes)
+
+
+def test_records_go_before_a_run_of_blanks_that_has_a_line_break_first():
+    """In a text of one token a letter: only there is the text on either side tokenised as before."""
+
+    class Letters(Tokenizer):
+        vocab_size = 128
+
+        def decode(self, ids, skip_special_tokens=True):
+            return "".join(map(chr, ids))
+
+    text = "\na\n\n b \nc\n  d\te\n"
+    expected = [i for i, x in enumerate(text) if x == "\n" and (i == 0 or not text[i - 1].isspace())]
+    found = line_breaks(Letters(TOKENIZER.backend), np.array([*map(ord, text)], np.int32))
+    assert found.tolist() == expected == [0, 2, 9, len(text) - 1]
