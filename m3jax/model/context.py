@@ -9,7 +9,6 @@ from m3jax.config import M3Config
 from m3jax.execution import NOTHING, Execution, Inside
 from m3jax.model.choices import Choices, LayerChoices
 from m3jax.msa import SelectionRules
-from m3jax.msa.rules import Score
 
 
 @struct.dataclass
@@ -63,7 +62,7 @@ class Context:
         return jax.tree.map(lambda of_stack: of_stack[layer], self.choices or LayerChoices())
 
 
-def selection_rules(config: M3Config, score: Score) -> SelectionRules:
+def selection_rules(config: M3Config, score: str) -> SelectionRules:
     """Return the model's rules of selection, with a score that may be another than the configuration's."""
     return SelectionRules(
         top_k=config.index_topk_blocks, local_blocks=config.index_local_blocks, init_blocks=config.index_init_blocks,

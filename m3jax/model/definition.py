@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.config import M3Config
 from m3jax.msa.definition import block_scores, dense_attention, msa
-from m3jax.msa.rules import Score, SelectionRules
+from m3jax.msa.rules import SelectionRules
 
 PREFIX = "language_model."  # of all names of the text model
 
@@ -37,7 +37,6 @@ def forward(
     config: M3Config,
     *,
     lengths: Int[Array, " B"] | None = None,
-    score: Score | None = None,
 ) -> Float[Array, "B T V"]:
     """Return the logits of every token.
 
@@ -47,15 +46,13 @@ def forward(
       config: the model's.
       lengths: tokens of each row; all by default. What follows them is padding: no token sees it, its attention is 0,
         and its logits mean nothing.
-      score: how the scores of a block's tokens become its own (`m3jax.msa.SelectionRules`); the configuration's by
-        default.
 
     Returns:
       Logits, in float32 (float64 for a float64 model).
 
     Source: transformers `MiniMaxM3VLForCausalLM`; the router's dtype: vLLM, SGLang.
     """
-    return intermediates(params, tokens, config, lengths=lengths, score=score)["logits"]
+    return intermediates(params, tokens, config, lengths=lengths)["logits"]
 
 
 def intermediates(
@@ -64,12 +61,11 @@ def intermediates(
     config: M3Config,
     *,
     lengths: Int[Array, " B"] | None = None,
-    score: Score | None = None,
 ) -> dict[str, Array | list[Values]]:
     """Return every named value between tokens and logits.
 
     Args:
-      params, tokens, config, lengths, score: as in `forward`.
+      params, tokens, config, lengths: as in `forward`.
 
     Returns:
       "embedding" [B T D], "layers" (the values of each layer by name, as `layer` says), "final_norm" [B T D] and
@@ -77,13 +73,12 @@ def intermediates(
     """
     if lengths is None:
         lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-    score = config.index_score_type if score is None else score
     embedding = params[f"{PREFIX}model.embed_tokens.weight"][tokens]  # [B T D]
     x, layers = embedding, []  # not scaled by sqrt(D), though the norms are Gemma's
     for index in range(config.num_hidden_layers):
         name = f"{PREFIX}model.layers.{index}."
         of_layer = {key.removeprefix(name): value for key, value in params.items() if key.startswith(name)}
-        x, values = layer(of_layer, x, lengths, config, score)
+        x, values = layer(of_layer, x, lengths, config)
         layers.append(values)
     final_norm = _rounded(norm(x, params[f"{PREFIX}model.norm.weight"], config.rms_norm_eps), x)
     logits = linear(final_norm, params[f"{PREFIX}lm_head.weight"])  # [B T V], not rounded
@@ -91,7 +86,7 @@ def intermediates(
 
 
 def layer(
-    params: Parameters, x: Float[Array, "B T D"], lengths: Int[Array, " B"], config: M3Config, score: Score
+    params: Parameters, x: Float[Array, "B T D"], lengths: Int[Array, " B"], config: M3Config
 ) -> tuple[Float[Array, "B T D"], Values]:
     """Run one decoder layer: attention, then an MLP or experts, each behind a norm and added to the residual stream.
 
@@ -102,7 +97,6 @@ def layer(
       x: the residual stream.
       lengths: tokens of each row.
       config: the model's.
-      score: of blocks.
 
     Returns:
       (residual stream, the values on the way: input, attention_norm, q [B T N H], k and v [B T K H], attention
@@ -110,7 +104,7 @@ def layer(
       [B T I], block_scores [B K T M], blocks [B K T J]; where there are experts expert_ids, expert_weights [B T A]).
     """
     attention_norm = _rounded(norm(x, params["input_layernorm.weight"], config.rms_norm_eps), x)
-    attention_out, values = attention(_below(params, "self_attn."), attention_norm, lengths, config, score)
+    attention_out, values = attention(_below(params, "self_attn."), attention_norm, lengths, config)
     middle = _rounded(x + attention_out, x)  # [B T D]; the sum is rounded, its terms are not
     ffn_norm = _rounded(norm(middle, params["post_attention_layernorm.weight"], config.rms_norm_eps), x)
     if "mlp.gate_proj.weight" in params:
@@ -126,7 +120,7 @@ def layer(
 
 
 def attention(
-    params: Parameters, x: Float[Array, "B T D"], lengths: Int[Array, " B"], config: M3Config, score: Score
+    params: Parameters, x: Float[Array, "B T D"], lengths: Int[Array, " B"], config: M3Config
 ) -> tuple[Float[Array, "B T D"], Values]:
     """Run one layer's grouped-query attention, over the blocks that the index branch selects if there is one.
 
@@ -139,7 +133,6 @@ def attention(
       x: the output of the layer's first norm.
       lengths: tokens of each row.
       config: the model's.
-      score: of blocks.
 
     Returns:
       (the output projection, not rounded, and q, k, v, attention; index_q, index_k, block_scores and blocks).
@@ -160,6 +153,7 @@ def attention(
         for_index = jax.lax.stop_gradient(x)
         index_q = normed_and_rotated("index_q", config.index_head_dim, for_index)  # [B T K I]
         index_k = normed_and_rotated("index_k", config.index_head_dim, for_index)[:, :, 0]  # [B T I]
+        score = config.index_score_type
         rules = SelectionRules(
             config.index_topk_blocks, config.index_local_blocks, config.index_init_blocks, score
         )  # fmt: skip

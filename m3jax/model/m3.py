@@ -40,7 +40,7 @@ from m3jax.model.media import WithTower, vision_of
 from m3jax.model.names import OF_LAYERS, check_recorded, expand
 from m3jax.model.summary import table
 from m3jax.msa import SCHEDULES
-from m3jax.msa.rules import Score, check_score, check_score_shape
+from m3jax.msa.rules import check_score
 from m3jax.mxfp8 import with_activations
 from m3jax.ops import check_backend_name, check_schedule
 
@@ -408,19 +408,16 @@ class M3(WithTower):
         """
         return self._with(dense=dense)
 
-    def with_score(self, score: Score) -> "M3":
+    def with_score(self, score: str) -> "M3":
         """Return the model with the same parameters and blocks that are scored in another way.
 
         Args:
-          score: how the scores of a block's tokens become its own: "max", "lse", or a function of your own from
-            [... P] to [...], as in `m3jax.msa.SelectionRules`. A function runs by XLA.
+          score: how the scores of a block's tokens become its own: "max" or "lse" (`m3jax.msa.SelectionRules`).
 
         Raises:
-          ValueError: an unknown one, or a function that returns another shape.
+          ValueError: an unknown one.
         """
         check_score(score)
-        if callable(score):
-            check_score_shape(score, self.config.index_block_size)
         return self._with(score=score)
 
     def with_invariance(self, invariant: bool = True) -> "M3":

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Bool, Float, Int
 
-from m3jax.msa.rules import Score, SelectionRules, checked
+from m3jax.msa.rules import SelectionRules, checked
 
 
 @checked
@@ -35,14 +35,14 @@ def block_scores(
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
     block_size: int,
-    score: Score = "max",
+    score: str = "max",
 ) -> Float[Array, "B K T M"]:
     """Return each query's score of each block: the largest score of a token in the block that the query sees.
 
     Args:
       index_q, index_k: queries and keys of the index branch after norm and RoPE; one key head, which all share.
       positions, lengths: of each query, padding if < 0 or >= lengths; valid keys of a row. block_size: P.
-      score: "max"; "lse", the log of the sum of exponentials of the scores times H**-0.5; or a function of your own.
+      score: "max"; or "lse", the log of the sum of exponentials of the scores times H**-0.5.
 
     Returns:
       Scores in float32 (float64 for float64 inputs); -inf for a block in which the query sees no token.
@@ -201,13 +201,13 @@ def selection_keys(
     return jnp.where(block_ids <= own_block, sort_key, -jnp.inf)
 
 
-def pool(token_scores: Float[Array, "*X P"], score: Score) -> Float[Array, "*X"]:
+def pool(token_scores: Float[Array, "*X P"], score: str) -> Float[Array, "*X"]:
     """Return the scores of blocks from those of their tokens; -inf where the query sees none of them."""
     if score == "max":  # the maximum alone leaves NaN out of a large array on a CPU (jaxlib 0.10.2)
         return jnp.where(jnp.any(jnp.isnan(token_scores), axis=-1), jnp.nan, jnp.max(token_scores, axis=-1))
     is_unseen = jnp.all(jnp.isneginf(token_scores), axis=-1)
     finite = jnp.where(is_unseen[..., None], 0.0, token_scores)  # 0 makes the gradient 0, not NaN
-    return jnp.where(is_unseen, -jnp.inf, jax.nn.logsumexp(finite, axis=-1) if score == "lse" else score(finite))
+    return jnp.where(is_unseen, -jnp.inf, jax.nn.logsumexp(finite, axis=-1))
 
 
 def chosen_tokens(blocks: Int[Array, "B K T J"], num_keys: int, block_size: int) -> Bool[Array, "B K T S"]:

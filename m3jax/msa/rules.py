@@ -11,8 +11,6 @@ from m3jax import arrays
 
 SCORES = ("max", "lse")
 Function = TypeVar("Function", bound=Callable)
-# How the scores of a block's tokens become the block's own: one of `SCORES`, or a function [... P] -> [...].
-Score = str | Callable[[Float[Array, "... P"]], Float[Array, "..."]]
 
 
 @dataclass(frozen=True)
@@ -23,9 +21,8 @@ class SelectionRules:
       top_k: J, how many blocks a query keeps at most, forced ones included.
       local_blocks: how many blocks, ending with the query's own, are always kept; at least 1.
       init_blocks: how many blocks at the start of the row are always kept.
-      score: how the scores of a block's tokens become the block's own: "max"; "lse", the log of the sum of
-        exponentials of the scores times H**-0.5; or a function of your own from [... P] to [...], which gets products
-        of queries and keys, -inf for tokens that the query does not see. XLA alone runs it.
+      score: how the scores of a block's tokens become the block's own: "max"; or "lse", the log of the sum of
+        exponentials of the scores times H**-0.5.
 
     Raises:
       ValueError: counts that contradict each other, or an unknown score.
@@ -36,7 +33,7 @@ class SelectionRules:
     top_k: int
     local_blocks: int = 1
     init_blocks: int = 0
-    score: Score = "max"
+    score: str = "max"
 
     def __post_init__(self):
         check_score(self.score)
@@ -81,29 +78,10 @@ def check_selection(q: Float[Array, "B T N H"], num_kv_heads: int, blocks: Int[A
         )
 
 
-def check_score(score: Score) -> None:
-    """Raise ValueError for a score that is neither in `SCORES` nor a function."""
-    if score not in SCORES and not callable(score):
-        raise ValueError(f"score = {score!r}: allowed are 'max', 'lse', and a function from token to block scores")
-
-
-def check_score_shape(score: Callable[..., Any], block_size: int) -> None:
-    """Raise ValueError for a function that does not make one score of a block's tokens.
-
-    Args:
-      score: a function from [... P] to [...].
-      block_size: P.
-    """
-    import jax  # a command line checks its rules before it imports jax
-
-    of_tokens = jax.ShapeDtypeStruct((2, 3, block_size), np.float32)
-    of_blocks = jax.eval_shape(score, of_tokens)
-    if getattr(of_blocks, "shape", None) != (2, 3):
-        returned = "no array" if not hasattr(of_blocks, "shape") else f"shape {of_blocks.shape}"
-        raise ValueError(
-            f"score gets the scores of a block's tokens [... P] and must return one for the block [...]: of shape "
-            f"{of_tokens.shape} it returned {returned}"
-        )
+def check_score(score: str) -> None:
+    """Raise ValueError for a score that is not in `SCORES`."""
+    if score not in SCORES:
+        raise ValueError(f"score = {score!r}: allowed are {', '.join(map(repr, SCORES))}")
 
 
 def check_stored_dtypes(k: Shaped[Array, "..."], v: Shaped[Array, "..."]) -> None:

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from m3jax.msa.rules import Score
 from m3jax.mxfp8 import BLOCK, MXFP8Array
 from m3jax.ops import measured
 from m3jax.ops.backends import interpreted
@@ -71,7 +70,7 @@ class PagesCase:
     slots: int = 0
     rotated: int = 0
     schedule: str = "auto"
-    score: Score = "max"
+    score: str = "max"
     divided: bool = False
     forced: int = 1
     pages: bool = True

@@ -13,7 +13,7 @@ from m3jax.arrays import without_checks
 from m3jax.msa.candidates import best_of_share, join_over_devices
 from m3jax.msa.chunks import elements_at_once, map_chunks, rows_within
 from m3jax.msa.definition import pool, sees, select_blocks
-from m3jax.msa.rules import Score, SelectionRules, checked
+from m3jax.msa.rules import SelectionRules, checked
 from m3jax.msa.views import IndexView, contiguous_index
 from m3jax.numerics import UNSEEN, accumulator, dot_scores
 
@@ -75,7 +75,7 @@ def walk_scores(
     view: IndexView,
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
-    score: Score = "max",
+    score: str = "max",
 ) -> Float[Array, "B K T M"]:
     """Compute `block_scores` over a view; token scores are held for a chunk of queries only.
 
@@ -116,7 +116,7 @@ def _score_chunk(
     view: IndexView,
     positions: Int[Array, "B T"],
     lengths: Int[Array, " B"],
-    score: Score,
+    score: str,
     pool_tokens: Callable[[Float[Array, "*X P"]], Float[Array, "*X"]],
 ) -> Float[Array, "B K T M"]:
     """Return a chunk's scores of all blocks, in pieces of whole blocks; `pool_tokens` makes them of tokens' scores."""
@@ -171,7 +171,7 @@ def index_topk(
     lengths: Int[Array, " B"],
     *,
     block_size: int,
-    **rules: int | Score,
+    **rules: int | str,
 ) -> Int[Array, "B K T J"]:
     """Return the blocks that each query keeps: `select_blocks` of `block_scores`, without ever holding all scores.
 
