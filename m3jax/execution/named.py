@@ -19,6 +19,7 @@ from flax import struct
 from jaxtyping import Array, Int, Shaped
 
 from m3jax.arrays import check_values, is_checking
+from m3jax.execution.validity import are_blocks, are_experts, is_token
 
 # Returns what stands in a value's place: of the value alone, or of the value and what was there before it (`Edits`).
 Edit = Callable[..., Array]
@@ -238,13 +239,8 @@ def _problem_of_blocks(
     block_size: int,
 ) -> str | None:
     """Return what is wrong with a changed selection of blocks, in one line; None if nothing is."""
-    is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
     own_block = (positions // block_size)[:, None]  # [B 1 T]
-    count = (blocks >= 0).sum(-1, keepdims=True)
-    last = np.take_along_axis(blocks, np.maximum(count - 1, 0), axis=-1)[..., 0]  # [B K T]
-    rises = (blocks[..., 1:] > blocks[..., :-1]) | (blocks[..., 1:] == -1)
-    is_padded = (blocks >= 0) == (np.arange(blocks.shape[-1]) < count)
-    is_wrong = (~rises.all(-1) | ~is_padded.all(-1) | (last != own_block)) & is_token[:, None]
+    is_wrong = ~are_blocks(blocks, own_block) & is_token(positions, lengths)[:, None]  # [B K T]
     if not is_wrong.any():
         return None
     row, head, column = (int(i) for i in np.argwhere(is_wrong)[0])
@@ -263,10 +259,7 @@ def _problem_of_experts(
     num_experts: int,
 ) -> str | None:
     """Return what is wrong with changed experts, in one line; None if nothing is."""
-    is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
-    in_order = np.sort(expert_ids, axis=-1)
-    is_outside = ((expert_ids < 0) | (expert_ids >= num_experts)).any(-1)
-    is_wrong = (is_outside | (in_order[..., 1:] == in_order[..., :-1]).any(-1)) & is_token
+    is_wrong = ~are_experts(expert_ids, num_experts) & is_token(positions, lengths)  # [B T]
     if not is_wrong.any():
         return None
     row, column = (int(i) for i in np.argwhere(is_wrong)[0])

@@ -9,6 +9,7 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from m3jax.config import M3Config
+from m3jax.execution.validity import are_blocks, are_experts, is_token
 
 NAMES = ("expert_ids", "blocks")
 
@@ -108,28 +109,22 @@ class Choices:
           config: of the model that is given them.
           positions, lengths: of the call; choices of padding are not looked at.
         """
-        is_token = (positions >= 0) & (positions < lengths[:, None])  # [B T]
+        of_token = is_token(positions, lengths)[..., None]  # [B T 1]
         if self.expert_ids is not None:
             ids, count = np.asarray(self.expert_ids), config.num_local_experts
-            is_given = is_token[..., None] & (ids[..., 0] != -1)  # [B T L]
-            in_order = np.sort(ids, axis=-1)
-            is_wrong = ((ids < 0) | (ids >= count)).any(-1) | (in_order[..., 1:] == in_order[..., :-1]).any(-1)
-            if (is_wrong & is_given).any():
-                row, column, layer = (int(i) for i in np.argwhere(is_wrong & is_given)[0])
+            is_wrong = ~are_experts(ids, count) & of_token & (ids[..., 0] != -1)  # [B T L]
+            if is_wrong.any():
+                row, column, layer = (int(i) for i in np.argwhere(is_wrong)[0])
                 return (
                     f"choices.expert_ids[{row}, {column}, {layer}] = {ids[row, column, layer].tolist()}: give distinct "
                     f"ids from 0 to {count - 1}, or -1 first for the router's own choice"
                 )
         if self.blocks is not None:
             blocks, own_block = np.asarray(self.blocks), positions // config.index_block_size
-            is_given = is_token[..., None, None] & (blocks[..., 0] != -1)  # [B T L K]
-            count = (blocks >= 0).sum(-1, keepdims=True)
-            last = np.take_along_axis(blocks, np.maximum(count - 1, 0), axis=-1)[..., 0]
-            rises = (blocks[..., 1:] > blocks[..., :-1]) | (blocks[..., 1:] == -1)
-            padded = (blocks >= 0) == (np.arange(blocks.shape[-1]) < count)
-            is_wrong = ~rises.all(-1) | ~padded.all(-1) | (last != own_block[:, :, None, None])
-            if (is_wrong & is_given).any():
-                row, column, layer, head = (int(i) for i in np.argwhere(is_wrong & is_given)[0])
+            is_valid = are_blocks(blocks, own_block[:, :, None, None])  # [B T L K]
+            is_wrong = ~is_valid & of_token[..., None] & (blocks[..., 0] != -1)
+            if is_wrong.any():
+                row, column, layer, head = (int(i) for i in np.argwhere(is_wrong)[0])
                 return (
                     f"choices.blocks[{row}, {column}, {layer}, {head}] = {blocks[row, column, layer, head].tolist()}: "
                     f"give ascending ids up to the token's own block {own_block[row, column]}, which is always among "
