@@ -4,7 +4,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from m3jax.config import M3Config
-from m3jax.execution.compute import TOKEN_TILE, Compute, Remat
+from m3jax.execution.compute import Compute, Remat
 from m3jax.execution.divided import Divided
 from m3jax.execution.fast import Fast, quantises_activations
 from m3jax.execution.keep import Keep, KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual, Probe
@@ -18,7 +18,6 @@ from m3jax.execution.tiled_over_mesh import TiledOverMesh
 
 __all__ = [
     "NOTHING",
-    "TOKEN_TILE",
     "Compute",
     "Divided",
     "Edit",

@@ -5,38 +5,20 @@ of rows, and say when it is not enough. They are made and called inside `jax.sha
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 
-class Exchange(Protocol):
-    """The room for the rows that a device sends and receives, and the ways there and back.
-
-    Attributes:
-      target: of each row and device, its place among the S that are sent; S where it is not sent there.
-      lacks_room: True if some row found no place here.
-    """
-
-    target: Int[Array, "X devices"]
-    lacks_room: Bool[Array, ""]
-
-    def there(self, rows: Shaped[Array, "S ..."], fill: float) -> Shaped[Array, "S ..."]:
-        """Return the rows that this device receives; `fill` may stand in the places that nobody filled."""
-        ...
-
-    def back(self, rows: Shaped[Array, "S ..."]) -> Shaped[Array, "S ..."]:
-        """Return what others made of the rows that this device sent, where `target` says; 0 may stand elsewhere."""
-        ...
-
-
 @dataclass(frozen=True)
 class Slots:
-    """A dense all-to-all: every two devices have as many places for each other, S = devices * C, filled or not.
+    """A dense all-to-all: every two devices have C places for each other, S = devices * C in all, filled or not.
 
-    `there` brings what the sender put into a place that no row has.
+    Attributes:
+      target: Place of each row among the S that are sent to a device; S where it is not sent there.
+      lacks_room: True if some row found no place here.
+      axis: Mesh axis of the devices.
     """
 
     target: Int[Array, "X devices"]
@@ -56,12 +38,12 @@ class Slots:
         target = jnp.where(is_sent, jnp.arange(num_devices) * capacity + place, num_devices * capacity)
         return cls(target, jnp.max(place) >= capacity, axis)
 
-    def there(self, rows, fill):
-        """Return the rows that this device receives."""
+    def there(self, rows: Shaped[Array, "S ..."], fill: int) -> Shaped[Array, "S ..."]:
+        """Return the rows that this device receives; unused places bring what the sender put there, not `fill`."""
         return jax.lax.all_to_all(rows, self.axis, split_axis=0, concat_axis=0, tiled=True)
 
-    def back(self, rows):
-        """Return what others made of the rows that this device sent."""
+    def back(self, rows: Shaped[Array, "S ..."]) -> Shaped[Array, "S ..."]:
+        """Return what others made of the rows that this device sent, each in its `target` place."""
         return self.there(rows, 0)
 
 
@@ -71,6 +53,10 @@ class Ragged:
 
     S = devices * C too, but a place is for a row from anywhere: only what a device sends, or receives, in all has to
     find room. XLA has the operation on GPUs and TPUs, not on CPUs.
+
+    Attributes:
+      target, lacks_room, axis: As of `Slots`.
+      ways: Offsets and sizes of the exchange there and of the one back, as `jax.lax.ragged_all_to_all` takes them.
     """
 
     target: Int[Array, "X devices"]
@@ -92,11 +78,11 @@ class Ragged:
         back = at_receiver[:, here], sizes[:, here], at_sender[:, here], sizes[here]
         return cls(target, lacks_room, axis, (there, back))
 
-    def there(self, rows, fill):
+    def there(self, rows: Shaped[Array, "S ..."], fill: int) -> Shaped[Array, "S ..."]:
         """Return the rows that this device receives, and `fill` behind them."""
         return jax.lax.ragged_all_to_all(rows, jnp.full_like(rows, fill), *self.ways[0], axis_name=self.axis)
 
-    def back(self, rows):
+    def back(self, rows: Shaped[Array, "S ..."]) -> Shaped[Array, "S ..."]:
         """Return what others made of the rows that this device sent, and 0 behind it."""
         return jax.lax.ragged_all_to_all(rows, jnp.zeros_like(rows), *self.ways[1], axis_name=self.axis)
 

@@ -3,7 +3,6 @@
 from m3jax.msa.definition import block_scores, dense_attention, msa, sees, select_blocks, sparse_attention
 from m3jax.msa.rules import SelectionRules
 from m3jax.msa.schedules import DENSE_SCHEDULES, SCHEDULES, index_walk, walk_scores
-from m3jax.msa.schedules.blockwise import blockwise_attention
 from m3jax.msa.schedules.index_walk import index_topk
 from m3jax.msa.views import BlockView, Contiguous, IndexView, Paged, PagedIndex, contiguous, contiguous_index
 from m3jax.msa.virtual import VirtualPages, virtual_pages
@@ -19,7 +18,6 @@ __all__ = [
     "SelectionRules",
     "VirtualPages",
     "block_scores",
-    "blockwise_attention",
     "contiguous",
     "contiguous_index",
     "dense_attention",

@@ -6,7 +6,6 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.msa.chunks import elements_at_once, map_chunks, rows_within
 from m3jax.msa.definition import sees
-from m3jax.msa.rules import checked
 from m3jax.msa.schedules.layout import group_rows, ungroup_rows, zero_behind_row
 from m3jax.msa.views import BlockView
 from m3jax.numerics import RunningSoftmax, accumulator
@@ -76,25 +75,3 @@ def _attend_chunk(
     softmax, _ = jax.lax.scan(jax.checkpoint(step), nothing_seen, pieces)
     out, lse = softmax.average()
     return ungroup_rows(out, lse, q.shape[1], q.dtype)
-
-
-@checked
-def blockwise_attention(
-    q: Float[Array, "B T N H"],
-    view: BlockView,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    return_lse: bool = False,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Compute `dense_attention` over a view, with memory linear in T and in S.
-
-    Args:
-      q: queries; head n reads KV head n // G.
-      view: keys and values, as `m3jax.msa.contiguous` makes one.
-      positions: position of each query; the output of padding is 0.
-      lengths: valid keys of each row.
-      return_lse: also return the log-sum-exp of the scaled scores.
-    """
-    out, lse = blockwise(q, view, positions, lengths)
-    return (out, lse) if return_lse else out

@@ -28,22 +28,12 @@ def query_major(
     chunk = rows_within(_GATHER_BUDGET, gathered_per_query, num_queries)
 
     def attend_chunk(q, blocks, positions):
-        return attend_gathered(q, view, blocks.swapaxes(1, 2), positions, lengths)
+        blocks = blocks.swapaxes(1, 2)
+        keys, values = gather(view, jnp.arange(batch), blocks)
+        return attend_to_gathered(q, keys, values, blocks, positions, lengths)
 
     # [B K T J] -> [B T K J]: the axis of queries is walked, the same one in all arrays.
     return map_chunks(attend_chunk, chunk, 1, q, blocks.swapaxes(1, 2), positions)
-
-
-def attend_gathered(
-    q: Float[Array, "B T N H"],
-    view: BlockView,
-    blocks: Int[Array, "B K T J"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Compute `sparse_attention` of a few queries, whose blocks are gathered all at once."""
-    keys, values = gather(view, jnp.arange(len(blocks)), blocks)
-    return attend_to_gathered(q, keys, values, blocks, positions, lengths)
 
 
 def gather(
