@@ -6,12 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, struct
+from jaxtyping import Array, Float, Int
 from support import tiny
 from support.compilations import compilations
 
 import m3jax
+from m3jax import M3Config
+from m3jax import model as m3_model
+from m3jax.arrays import is_checking
+from m3jax.cache import Cache
 from m3jax.decoding import Engine, Params, Sampling
+from m3jax.model import Choices
+from m3jax.model.calls import model_call
 
 CONFIG = tiny.config(max_position_embeddings=64)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 40)), jnp.int32)
@@ -136,25 +143,6 @@ def test_tabulate_breaks_nothing(model):
 
 
 @pytest.mark.further
-def test_a_score_of_ones_own_reaches_every_layer(model):
-    """The maximum written by hand selects as the configuration's does, its negative does not."""
-    blocks = lambda model: [layer["blocks"] for layer in model.intermediates(TOKENS)["layers"] if "blocks" in layer]
-    expected = blocks(model)
-    found = blocks(model.with_score(lambda scores: jnp.max(scores, axis=-1)))
-    other = blocks(model.with_score(lambda scores: -jnp.max(scores, axis=-1)))
-    assert len(expected) == 2
-    for a, b, c in zip(expected, found, other, strict=True):
-        np.testing.assert_array_equal(a, b)
-        assert (a != c).any()
-    with pytest.raises(ValueError, match="score = 'mean'"):
-        model.with_score("mean")
-    with pytest.raises(ValueError, match=r"must return one for the block \[...\]: of shape \(2, 3, 8\) it returned"):
-        model.with_score(lambda scores: scores)
-    with pytest.raises(ValueError, match="it returned no array"):
-        model.with_score(lambda scores: None)
-
-
-@pytest.mark.further
 def test_an_engine_passes_checks(model):
     """The engine's calls of the model pass `checks()`, rows of padding and ends of pages included."""
     params = Params(max_new_tokens=5, sampling=Sampling.greedy())
@@ -163,3 +151,105 @@ def test_an_engine_passes_checks(model):
         handles = [engine.add(prompt, params) for prompt in (TOKENS[0], TOKENS[1, :3], TOKENS[1, :17])]
         results = engine.run()
     assert [len(results[handle].tokens) for handle in handles] == [5, 5, 5]
+
+
+def test_unknown_ways_to_compute_are_refused():
+    """By name, with those that there are; the way back from the invariant mode is the model as it was."""
+    model = m3_model.abstract(tiny.config("M"))
+    for change, message in (
+        (lambda: model.with_schedule("fastest"), "'fastest': allowed are 'auto'"),
+        (lambda: model.with_schedule("dense"), r"attention to every block is another function; use with_dense\(\)"),
+        (lambda: model.with_backend("cuda"), "backend = 'cuda': allowed are 'auto', 'xla', 'triton', 'mosaic_tpu'"),
+        (lambda: model.with_score("mean"), "score = 'mean': allowed are 'max', 'lse'"),
+        (lambda: model.with_activations("mxfp8"), "no weight is in MXFP8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            change()
+    assert model.with_invariance().compute != model.compute == model.with_invariance().with_invariance(False).compute
+    assert model.with_dense().dense and not model.with_dense().with_dense(False).dense
+
+
+class Looks(list):
+    """A list that a program may be compiled for."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+@struct.dataclass
+class Called:
+    """A model that computes nothing, and says of each of its programs whether values are looked into in it."""
+
+    config: M3Config = struct.field(pytree_node=False)
+    looks: Looks = struct.field(pytree_node=False, default_factory=Looks)
+    dense: bool = struct.field(pytree_node=False, default=False)
+
+    @model_call("names", "stop_at")
+    def run(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        cache: Cache | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
+        embeddings: Float[Array, "B T D"] | None = None,
+        choices: Choices | None = None,
+        media: object = None,
+        edits: dict | None = None,
+        names: tuple[str, ...] | None = None,
+        stop_at: int | None = None,
+    ) -> tuple:
+        self.looks.append((is_checking(), names, stop_at))
+        return tokens, {name: edit(tokens) for name, edit in (edits or {}).items()}
+
+
+def test_a_call_is_refused_by_its_numbers(unchecked):
+    """Each limit used up passes, and one more is refused; what fills a row up may hold anything."""
+    config = tiny.config("d", max_position_embeddings=16)
+    tokens = np.zeros((2, 4), np.int32)
+
+    def found(tokens=tokens, of=config, **arguments):
+        try:
+            Called(of).run(jnp.asarray(tokens), **arguments)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    rows = lambda *values: jnp.array(values, jnp.int32)
+    assert not found() and not found(np.full((2, 16), 63)) and not found(lengths=rows(0, 4))
+    assert "tokens has 17 columns and the model's context is 16 tokens" in found(np.zeros((1, 17), np.int32))
+    assert "lengths[1] = 17: the model's context is 16 tokens" in found(lengths=rows(16, 17))
+    assert "lengths[0] = -1" in found(lengths=rows(-1, 17))
+    wrong = tokens.copy()
+    wrong[1, 2] = 64
+    assert "tokens[1, 2] = 64: token ids are 0 to 63" in found(wrong)
+    assert "tokens[1, 2] = 64" in found(wrong, lengths=rows(4, 3)) and not found(wrong, lengths=rows(4, 2))
+    assert not found(wrong, positions=rows([0, 1, 2, 3], [0, 1, -1, 2]), lengths=rows(4, 4))
+    wrong[1, 2] = -1
+    assert "tokens[1, 2] = -1" in found(wrong)
+    of_one_page = Cache.init(config, 2, 8)
+    at = dict(cache=of_one_page, positions=rows([4, 5, 6, 7], [0, 1, 2, 3]))
+    assert not found(**at, lengths=rows(8, 4))
+    assert "lengths[0] = 9: a row of this cache has room for 8 tokens" in found(**at, lengths=rows(9, 4))
+    of_two_pages = at | {"cache": Cache.init(config, 2, 16)}
+    assert "lengths[0] = 17: the model's context is 16 tokens" in found(**of_two_pages, lengths=rows(17, 4))
+    assert "a call with a cache needs positions" in found(cache=of_one_page, lengths=rows(4, 4))
+    assert "media or embeddings, not both" in found(media=(), embeddings=jnp.zeros((2, 4, 48)))
+    shapes = "choices.expert_ids has shape (2, 3, 1, 2), and this call of this model needs (2, 4, 1, 2)"
+    assert shapes in found(of=tiny.config("M"), choices=Choices(expert_ids=np.zeros((2, 3, 1, 2), np.int32)))
+
+
+def test_values_are_looked_into_where_a_selection_is_changed_and_nowhere_else():
+    """A program takes edits as pytrees and names as a tuple; that of one call is that of the next."""
+    tokens, looks = jnp.zeros((1, 2), jnp.int32), Looks()
+    model = Called(tiny.config("M"), looks)
+    for options, expected in (
+        ({}, (False, None, None)), (dict(edits={"layers.0.q": jnp.negative}), (False, None, None)),
+        (dict(edits={"layers.0.blocks": jnp.negative}), (True, None, None)),
+        (dict(edits={"embedding": abs, "layers.*.expert_ids": jnp.negative}), (True, None, None)),
+        (dict(names=["layers.0.q"], stop_at=1), (False, ("layers.0.q",), 1)), (dict(stop_at=1), (False, None, 1)),
+    ):  # fmt: skip
+        found = model.run(tokens, **options)
+        model.run(tokens, **options)  # nothing is traced again
+        assert looks.pop() == expected and not looks, options
+        assert found[1].keys() == options.get("edits", {}).keys()

@@ -1,5 +1,6 @@
 """Given experts and blocks: a record played again is the call itself; gradients are those of fixed choices."""
 
+import math
 from functools import cache
 from unittest import mock
 
@@ -10,7 +11,7 @@ import pytest
 from support import tiny
 
 from m3jax.model import M3, Choices, definition
-from m3jax.model.choices import NAMES
+from m3jax.model.choices import NAMES, shapes_of
 
 CONFIG = tiny.config("dMM")  # block 8, top-k 3; two of the three layers have experts and an index branch
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 61)), jnp.int32)
@@ -141,13 +142,74 @@ def test_choices_of_another_model_are_refused(change, message, unchecked):
         model()(TOKENS, choices=Choices(*change(given.expert_ids, given.blocks)))
 
 
-def test_a_record_of_a_request_stands_at_the_positions_that_drew_its_tokens():
-    records = {"expert_ids": np.arange(3 * 2 * 2, dtype=np.int16).reshape(3, 2, 2)}
+def test_recorded_choices_stand_where_their_tokens_were_drawn():
+    """Of new token i at the position before it; all columns before the prompt's last choose for themselves."""
+    records = {"expert_ids": np.arange(12).reshape(3, 2, 2), "blocks": np.arange(12).reshape(3, 2, 2, 1)}
     choices = Choices.of_records(records, prompt_tokens=4)
-    assert choices.blocks is None and choices.expert_ids.shape == (1, 7, 2, 2)
-    assert (choices.expert_ids[0, :3] == -1).all() and (choices.expert_ids[0, 6] == -1).all()
-    np.testing.assert_array_equal(choices.expert_ids[0, 3:6], records["expert_ids"])
-    with pytest.raises(ValueError, match="3 new tokens behind 4 of the prompt do not fit into 5 columns"):
-        Choices.of_records(records, 4, length=5)
-    with pytest.raises(ValueError, match="records has 'weights': choices are expert_ids, blocks"):
-        Choices.of_records({"weights": records["expert_ids"]}, 4)
+    assert choices.expert_ids.shape == (1, 7, 2, 2) and choices.blocks.shape == (1, 7, 2, 2, 1)
+    for name, record in records.items():
+        found = getattr(choices, name)
+        np.testing.assert_array_equal(found[0, 3:6], record)
+        assert found.dtype == np.int32 and (found[0, [0, 1, 2, 6]] == -1).all()
+    assert Choices.of_records({"blocks": records["blocks"]}, 1, length=3).blocks.shape == (1, 3, 2, 2, 1)
+    for given, message in (
+        (({"x": np.zeros((1, 1, 1), int)}, 1), "records has 'x': choices are expert_ids, blocks"),
+        (({"blocks": records["blocks"]}, 0), "3 new tokens behind 0 of the prompt do not fit into 3 columns"),
+        (({"blocks": records["blocks"]}, 2, 3), "3 new tokens behind 2 of the prompt do not fit into 3 columns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Choices.of_records(*given)
+
+
+def test_layers_get_the_choices_of_their_kind():
+    """Of dense and sparse layers with and without experts: each counts among those that choose."""
+    config = tiny.config("dmMMD")  # experts in 1, 2, 3; blocks in 2, 3, 4
+    shapes = shapes_of(config, 2, 5)
+    assert shapes == {"expert_ids": (2, 5, 3, 2), "blocks": (2, 5, 3, 4, 3)}
+    ids, blocks = (np.arange(math.prod(shape), dtype=np.int32).reshape(shape) for shape in shapes.values())
+    choices = Choices(ids, blocks)
+    for first, depth, experts, sparse in ((0, 1, None, None), (1, 1, 0, None), (2, 2, 1, 0), (4, 1, None, 2)):
+        found = choices.of_layers(config, first, depth)
+        expected_ids = None if experts is None else np.moveaxis(ids[:, :, experts : experts + depth], 2, 0)
+        of_layers = None if sparse is None else np.moveaxis(blocks[:, :, sparse : sparse + depth], 2, 0)
+        expected_blocks = None if of_layers is None else np.swapaxes(of_layers, 2, 3)  # [L B T K J] -> [L B K T J]
+        for x, expected in ((found.expert_ids, expected_ids), (found.blocks, expected_blocks)):
+            assert (x is None) == (expected is None)
+            if expected is not None:
+                np.testing.assert_array_equal(x, expected)
+    assert Choices(ids).of_layers(config, 2, 2).blocks is None
+
+
+def test_choices_that_no_model_can_have_made_are_found():
+    """Three tokens, the last of which is padding; blocks of 8, of which token 9 has 0 and its own, 1."""
+    config, at = tiny.config("M"), (np.array([[9, 7, 12]]), np.array([12]))
+
+    def of_experts(token, chosen):
+        ids = np.broadcast_to(np.array([0, 7]), (1, 3, 1, 2)).copy()
+        ids[0, token, 0] = chosen
+        return Choices(expert_ids=ids).find_problem(config, *at)
+
+    assert not any(of_experts(*x) for x in ((0, [7, 0]), (0, [-1, 9]), (2, [9, 9]), (1, [3, 4])))
+    for chosen in ([3, 3], [0, 8], [0, -1]):
+        found = of_experts(1, chosen)
+        assert found.startswith(f"choices.expert_ids[0, 1, 0] = {chosen}: give distinct ids from 0 to 7, or -1 first")
+
+    three = lambda *ids: Choices(expert_ids=np.full((1, 3, 1, 3), ids)).find_problem(config, *at)
+    assert not three(5, 3, 4) and not three(7, 0, 3)
+    for twice in ((3, 5, 3), (3, 3, 5), (5, 3, 3)):
+        assert f"choices.expert_ids[0, 0, 0] = {list(twice)}: give distinct ids" in three(*twice)
+
+    def of_blocks(token, chosen, head=3):
+        blocks = np.full((1, 3, 1, 4, 3), -1)
+        blocks[0, 0, 0, :, :2], blocks[0, 1, 0, :, 0] = [0, 1], 0
+        blocks[0, token, 0, head] = chosen
+        return Choices(blocks=blocks).find_problem(config, *at)
+
+    assert not any(of_blocks(*x) for x in ((0, [1, -1, -1]), (0, [-1, 5, 0]), (2, [9, 3, 3]), (1, [0, -1, -1])))
+    for chosen in ([0, -1, -1], [1, 0, -1], [0, 1, 1], [0, -1, 1], [0, 1, 2], [1, 1, -1]):
+        found = of_blocks(0, chosen)
+        assert found.startswith(
+            f"choices.blocks[0, 0, 0, 3] = {chosen}: give ascending ids up to the token's own block 1"
+        )
+    assert "own block 0" in of_blocks(1, [0, 1, -1], head=0)
+    assert Choices().find_problem(config, *at) is None

@@ -1,5 +1,6 @@
 """The definition of the model, beside all that computes the same function: the Flax model under every schedule."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -19,9 +20,9 @@ CONFIG = tiny.config("dM")  # one dense and one sparse layer
 LENGTH = 40
 
 
-@partial(jax.jit, static_argnames=("config", "score"))
-def defined(params, tokens, lengths, config, score=None):
-    return definition.intermediates(params, tokens, config, lengths=lengths, score=score)
+@partial(jax.jit, static_argnames="config")
+def defined(params, tokens, lengths, config):
+    return definition.intermediates(params, tokens, config, lengths=lengths)
 
 
 @cache
@@ -100,7 +101,7 @@ def test_a_bfloat16_layer_rounds_where_the_definition_does(index):
     found = computed.intermediates(tokens)["layers"][index]
     prefix, lengths = f"{definition.PREFIX}model.layers.{index}.", jnp.full(2, LENGTH, jnp.int32)
     of_layer = {name.removeprefix(prefix): x for name, x in params("bfloat16").items() if name.startswith(prefix)}
-    run = jax.jit(lambda p, x: definition.layer(p, x, lengths, CONFIG, "max")[1])
+    run = jax.jit(lambda p, x: definition.layer(p, x, lengths, CONFIG)[1])
     expected = run(of_layer, found["input"])
     for name in ("attention_norm", "q", "k", "v"):
         same = np.asarray(found[name] == expected[name])
@@ -113,11 +114,11 @@ def test_a_bfloat16_layer_rounds_where_the_definition_does(index):
         assert np.sqrt(np.mean((ours - theirs) ** 2)) < 2.0**-7 * np.sqrt(np.mean(theirs**2)), name
 
 
-@pytest.mark.further  # the configuration's score: test_parts.py
+@pytest.mark.further  # the configuration's score: test_model.py
 def test_the_score_of_a_block_can_be_replaced():
-    """`with_score` and the definition's argument mean the same."""
+    """`with_score` and the configuration's kind of score mean the same."""
     tokens, lengths = tiny.tokens(CONFIG, 2, LENGTH), jnp.asarray([LENGTH, LENGTH], jnp.int32)
-    expected = defined(params(), tokens, lengths, CONFIG, score="lse")
+    expected = defined(params(), tokens, lengths, replace(CONFIG, index_score_type="lse"))
     assert_same_values(model().with_score("lse").intermediates(tokens), expected, lengths)
     by_maximum = defined(params(), tokens, lengths, CONFIG)
     assert np.any(expected["layers"][1]["block_scores"] != by_maximum["layers"][1]["block_scores"])

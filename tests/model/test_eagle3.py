@@ -1,5 +1,7 @@
 """EAGLE3's draft: the layer as it is written down, over pages, unrolled in training, and the taps of the target."""
 
+import re
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -12,10 +14,8 @@ from support.drafts import CONFIG, config, draft, join, model
 
 from m3jax.cache import Cache
 from m3jax.cache.drafted import DraftedCache
-from m3jax.decoding import Eagle3Drafter, Sampling, SamplingParams, filtered_logits
-from m3jax.decoding.speculation import eagle3 as drafting
+from m3jax.decoding import Eagle3Drafter, Sampling, SamplingParams
 from m3jax.decoding.speculation.drafter import PromptContext
-from m3jax.decoding.speculation.verify import DRAFT
 from m3jax.model import eagle3
 from m3jax.train.eagle3 import draft_losses
 
@@ -118,10 +118,18 @@ def test_the_paged_draft_is_the_written_one():
             feature, logits = written.step(feature, token, LENGTH + step)
 
 
-# Greedy proposals of the reduced vocabulary are above.
+def test_a_draft_without_a_distribution_proposes_nothing():
+    module = draft(**VARIANTS["reduced vocabulary"])
+    module.norm[...] = jnp.full_like(module.norm[...], jnp.nan)  # of the logits
+    _, taps, _ = taps_of(module.config.taps)
+    assert (propose(module, taps, np.zeros(2, np.int32))[0].tokens == -1).all()
+
+
+BY_DEFAULT = ("released", "reduced vocabulary")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.further if name != "released" else ()) for name in VARIANTS],
+    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.further) for name in VARIANTS]
 )
 def test_the_paged_draft_draws_from_the_written_distribution(name):
     """Its numbers, not its best tokens alone: log q of every proposal that was drawn, of the token and all others."""
@@ -202,18 +210,10 @@ class Noted:
     def features(self, taps):
         return taps[:, :, 0]
 
-    def recur(self, output):
-        return output + 100
-
     def cached(self, features, tokens, slots, lengths, places, pages, embedding, compute):
         self.calls.append(dict(features=features, tokens=tokens, slots=slots, lengths=lengths, pages=places.page))
         zeros = jnp.zeros(tokens.shape)
         return jnp.stack([tokens + 0.0, slots + 0.0, features[..., 0], zeros], axis=-1), pages
-
-    def logits(self, output, head, compute):
-        """The most probable is the token after the one of the output; NaN where that is token 8."""
-        best = jax.nn.one_hot(output[:, 0].astype(jnp.int32) + 1, 9) - output[:, 3:]
-        return jnp.where(output[:, :1] == 8, jnp.nan, best)
 
 
 NOTHING = SimpleNamespace(embed_tokens=np.zeros(1), lm_head=np.zeros(1), compute=None)
@@ -317,64 +317,6 @@ def _learn_noted(taps, tokens, counts):
     return *Eagle3Drafter(draft).learn(NOTHING, *given), draft.calls
 
 
-def test_each_proposal_is_one_step_of_the_draft_on_the_one_before(unchecked, monkeypatch):
-    """The first is read off the memory, -1 stands for none, and a row that does not decode writes nothing."""
-
-    def scan(step, carry, xs):
-        outputs = []
-        for x in xs:
-            carry, output = step(carry, x)
-            outputs.append(output)
-        return carry, jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *outputs)
-
-    @jax.jit
-    def propose_noted(sampling, memory, lengths, is_live):
-        draft = Noted()
-        given = memory, sampling, jnp.zeros(2, jnp.int32), lengths, is_live
-        return Eagle3Drafter(draft).propose(NOTHING, noted_cache(), *given, count=3)[0], draft.calls, positions
-
-    positions, pick = [], Eagle3Drafter._pick
-    noting = lambda self, *given: (positions.append(given[-1]), pick(self, *given))[1]
-    monkeypatch.setattr(Eagle3Drafter, "_pick", noting)
-    monkeypatch.setattr(drafting, "lax", SimpleNamespace(scan=scan))  # whose steps can be noted
-    memory = np.array([[2, 7, 500, 0], [7, 5, 600, 0]], np.float32)
-    sampling = SamplingParams.stack([Sampling.greedy()] * 2)
-    lengths, is_live = np.array([7, 5], np.int32), np.array([True, False])
-    proposal, calls, positions = propose_noted(sampling, memory, lengths, is_live)
-    assert proposal.tokens.tolist() == [[3, 4, 5], [8, -1, 1]] and proposal.log_q is None
-    assert [call["lengths"].tolist() for call in calls] == [[9, 7], [10, 8]]
-    assert [of_step.tolist() for of_step in positions] == [[8, 6], [9, 7], [10, 8]]  # whose random numbers they take
-    first, second = [102, 107, 600, 100], [103, 108, 202, 100]  # `recur` of the memory, and of the output after token 3
-    assert written(calls) == {(0, 8): [(3, first)], (0, 9): [(4, second)]}
-
-
-@pytest.mark.parametrize("sample", [False, True])
-def test_a_proposal_has_the_id_that_the_target_knows_it_by(unchecked, sample):
-    """Of a draft that knows three of the target's tokens; where it has no distribution there is no token."""
-    logits = np.array([[0.5, 2.0, 1.0], [1.0, np.nan, 0.0], [0.0, 0.5, 3.0]], np.float32)
-    ids, positions = np.array([4, 2, 7], np.int32), np.array([5, 6, 70], np.int32)
-    params = SamplingParams.stack([Sampling(temperature=0.5, top_k=2, seed=3)] * 3)
-
-    @jax.jit
-    def pick(logits, params, positions):
-        config = SimpleNamespace(vocab_size=9)
-        draft = SimpleNamespace(logits=lambda *_: logits, target_ids=jnp.asarray(ids), config=config)
-        picked = Eagle3Drafter(draft, sample=sample)._pick(NOTHING, logits, params, positions)
-        key = jax.random.key(3, impl="threefry2x32")
-        keys = [jax.random.fold_in(jax.random.fold_in(key, position), DRAFT) for position in positions]
-        filtered = filtered_logits(logits, params)
-        return picked, filtered, [jax.random.categorical(keys[row], filtered[row]) for row in range(3)]
-
-    (token, log_q), filtered, drawn = pick(logits, params, positions)
-    expected = drawn if sample else [1, 0, 2]  # of the draft's own tokens
-    assert token.dtype == jnp.int32 and token.tolist() == [ids[expected[0]], -1, ids[expected[2]]]
-    assert (log_q is not None) == sample
-    if sample:
-        of_target = np.full((3, 9), -np.inf)
-        of_target[:, ids] = jax.nn.log_softmax(filtered)
-        np.testing.assert_allclose(log_q[::2], of_target[::2], atol=1e-6)
-
-
 def test_training_unrolls_what_decoding_does():
     """After any position the chain of training makes the features and logits that the paged draft makes there."""
     module = draft(**VARIANTS["shared"])
@@ -430,24 +372,38 @@ def test_a_new_draft_s_matrices_keep_the_size_of_what_they_read():
     assert (make.norm((4,))[...] == 1).all() and make.token_ids(3)[...].tolist() == [0, 1, 2]
 
 
-def test_a_draft_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="hidden_size is 48, the target's 40; its vocab_size is 64, the target's 60"):
-        config().check_fits(tiny.config("dM", hidden_size=40, vocab_size=60))
-    with pytest.raises(ValueError, match=r"after layers \[0, 1, 3\], and the target has 2 layers"):
-        config(taps=(0, 1, 3)).check_fits(CONFIG)
-    bad = (
-        (dict(taps=(1, 1)), "different ones in ascending order"),
-        (dict(num_key_value_heads=3), "no multiple of num_key_value_heads = 3"),
-        (dict(head_dim=15), "must be even"),
-        (dict(draft_vocab_size=40), "needs a head of the draft's own"),
-        (dict(intermediate_size=0), "intermediate_size = 0: must be at least 1"),
-    )
-    for changes, message in bad:
-        with pytest.raises(ValueError, match=message):
-            config(**changes)
-
-
 def test_init_is_usable():
     module = eagle3.init(config(draft_vocab_size=8, own_head=True))
     assert module.target_ids[...].tolist() == list(range(8))
     assert float(module.norm[...].min()) == 1
+
+
+def test_a_draft_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="hidden_size is 48, the target's 40; its vocab_size is 64, the target's 60"):
+        config().check_fits(tiny.config("dM", hidden_size=40, vocab_size=60))
+    config(taps=(0, 2)).check_fits(CONFIG)  # reads the last layer's output
+    with pytest.raises(ValueError, match=r"after layers \[0, 1, 3\], and the target has 2 layers"):
+        config(taps=(0, 1, 3)).check_fits(CONFIG)
+    with pytest.raises(ValueError, match="it proposes 65 tokens of a vocabulary of 64"):
+        config(draft_vocab_size=65, own_head=True).check_fits(CONFIG)
+
+
+def test_the_smallest_draft_and_what_is_smaller():
+    counts = ("hidden_size", "vocab_size", "draft_vocab_size", "num_attention_heads", "num_key_value_heads",
+              "intermediate_size")  # fmt: skip
+    smallest = eagle3.Eagle3Config(**dict.fromkeys(counts, 1), head_dim=2, taps=(0,))
+    smallest.check_fits(tiny.config("d", hidden_size=1, vocab_size=1))
+    with pytest.raises(ValueError) as refused:  # all of them at once
+        replace(smallest, **dict.fromkeys((*counts, "head_dim"), 0))
+    assert {*re.findall(r"(\w+) = 0: must be at least 1", str(refused.value))} == {*counts, "head_dim"}
+    for changes, message in (
+        (dict(head_dim=3), "head_dim = 3: must be even"),
+        (dict(taps=()), r"tapped layers \[\]"),
+        (dict(taps=(-1, 0)), r"tapped layers \[-1, 0\]"),
+        (dict(taps=(2, 1)), r"tapped layers \[2, 1\]"),
+        (dict(taps=(1, 1)), r"tapped layers \[1, 1\]: .*different ones in ascending order"),
+        (dict(vocab_size=2, own_head=False), "needs a head of the draft's own"),
+        (dict(num_attention_heads=3, num_key_value_heads=2), "3 is no multiple of num_key_value_heads = 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(smallest, **changes)

@@ -309,3 +309,32 @@ def test_float64_agrees():
         for name in mine.keys() & {"blocks", "expert_ids"}:
             assert_same_bits(mine[name], before[name])
     comparisons.assert_close(found["logits"], whole()["logits"], "logits", "B T V", atol=TOLERANCE)
+
+
+# The numbers of a config
+
+
+SHORT = dict(index_block_size=2, index_topk_blocks=2)
+NUMBERS = dict(
+    routed_scaling_factor=1.7, rms_norm_eps=0.05, rope_theta=300.0, rotary_dim=4, swiglu_alpha=1.1, swiglu_limit=0.7,
+    num_experts_per_tok=1, index_topk_blocks=3, index_block_size=3, index_local_blocks=2, index_init_blocks=1,
+    index_score_type="lse",
+)  # fmt: skip
+# The oracle's cases draw all numbers but these, and agree (test_oracle.py).
+NOT_DRAWN = ("index_init_blocks", "index_score_type")
+
+
+@cache
+def logits_of(**changes) -> np.ndarray:
+    config = tiny.config("M", **(SHORT | changes))
+    model = tiny.model(config).with_schedule("mask")
+    call = jax.jit(lambda m, t: m(t), compiler_options={"xla_backend_optimization_level": 0})
+    return np.asarray(call(model, tiny.tokens(config, 1, 8, seed=1)))
+
+
+@pytest.mark.parametrize(
+    "name", [*NOT_DRAWN, *(pytest.param(name, marks=pytest.mark.further) for name in NUMBERS if name not in NOT_DRAWN)]
+)
+def test_every_number_of_the_config_counts(name):
+    """T36: none is written into the code."""
+    assert np.abs(logits_of(**{name: NUMBERS[name]}) - logits_of()).max() > 100 * 5e-5

@@ -12,13 +12,14 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
 from support import tiny
 from support.engines import CONFIG
 
 from m3jax import mxfp8
 from m3jax.checkpoint.mxfp8 import dequantize as dequantize_by_table
 from m3jax.make import dotted_path
-from m3jax.model import M3, dequantize, quantize
+from m3jax.model import M3, abstract, dequantize, quantize
 from m3jax.model.layers import swiglu_oai
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import EXPERT_PATHS, project, run_experts
@@ -188,6 +189,29 @@ def test_on_a_mesh_logits_are_those_of_the_dequantised_model_there():
     assert down.codes.sharding.shard_shape(down.codes.shape) == (1, 4, 32, 48)
     assert down.scales.sharding.shard_shape(down.scales.shape) == (1, 4, 1, 48)
     assert same_bits(model(jnp.asarray(TOKENS)), dequantize(model)(jnp.asarray(TOKENS)))
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_scales_lie_where_their_codes_do():
+    """Inputs of several axes are one, divided as the first of them is; a mesh that cuts a block of 32 is refused."""
+    sizes = dict(hidden_size=64, intermediate_size=64, dense_intermediate_size=64, shared_intermediate_size=64)
+    on_mesh = lambda **changes: abstract(
+        tiny.config("dM", **(sizes | changes)), mesh="expert=2,tensor=2", weights="mxfp8"
+    )
+    sparse = on_mesh().stacks[1]
+    to_heads, of_experts = P(None, None, "tensor", None), P(None, "expert", "tensor", None)
+    for matrix, codes, scales, of_scales in (
+        (sparse.self_attn.q_proj, (1, 64, 8, 16), (1, 2, 8, 16), to_heads),
+        (sparse.self_attn.o_proj, (1, 8, 16, 64), (1, 4, 64), P(None, "tensor", None)),
+        (sparse.mlp.experts.down_proj, (1, 8, 64, 64), (1, 8, 2, 64), of_experts),
+    ):
+        stored = matrix.get_value()
+        assert (stored.codes.shape, stored.codes.dtype, stored.scales.shape) == (codes, jnp.uint8, scales)
+        assert stored.scales.sharding.spec == of_scales
+        assert stored.codes.sharding.spec[: len(of_scales) - 1] == of_scales[:-1]
+    for width in (32, 96):
+        with pytest.raises(ValueError, match=f"mesh axis 'tensor' of size 2 cuts {width} input channels"):
+            on_mesh(shared_intermediate_size=width)
 
 
 def test_nnx_takes_codes_and_scales_for_frozen_state(kept):

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from support import comparisons, tiny
 
-from m3jax import M3Config, numerics
+from m3jax import M3Config
 from m3jax import model as m3_model
 from m3jax.cache import Cache, LayerCall, Places
 from m3jax.execution import Compute, Fast
@@ -22,7 +22,6 @@ from m3jax.execution.named import Values
 from m3jax.make import dotted_path
 from m3jax.model.context import selection_rules
 from m3jax.model.layers import swiglu_oai
-from m3jax.numerics import merge_over_devices
 from m3jax.ops import Heads
 from m3jax.parallel import AXES, RULES, make_mesh, parse_mesh, sharding, spec
 from m3jax.planning import hlo
@@ -43,22 +42,6 @@ QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile; the p
 @cache
 def model(mesh: str | None):
     return tiny.model(CONFIG, mesh=parse_mesh(mesh) if mesh else None)
-
-
-@pytest.mark.parametrize("gathered_bytes", [0, numerics.GATHERED_BYTES])
-def test_a_query_that_no_device_sees_a_key_for_is_zero(gathered_bytes, monkeypatch):
-    """T8, T38: padding, whose part is (anything, -inf) on every device, merges to (0, -inf); the others as they are."""
-    monkeypatch.setattr(numerics, "GATHERED_BYTES", gathered_bytes)  # sums over devices, or parts on every device
-    mesh = parse_mesh("context=8")
-    out = np.arange(8 * 3 * 2, dtype=np.float32).reshape(8, 3, 2)  # a part a device, of three queries
-    out[:, 1] = np.nan
-    lse = np.full((8, 3), -np.inf, np.float32)
-    lse[2, 0], lse[[1, 5], 2] = 0.5, 0.0
-    merge = lambda out, lse: merge_over_devices(out[0], lse[0], ("context",))
-    over_mesh = jax.shard_map(merge, mesh=mesh, in_specs=P("context"), out_specs=P(), check_vma=False)
-    merged, merged_lse = jax.jit(over_mesh)(out, lse)
-    np.testing.assert_array_equal(merged, [out[2, 0], [0, 0], (out[1, 2] + out[5, 2]) / 2])
-    np.testing.assert_array_equal(merged_lse, np.array([0.5, -np.inf, np.log(2)], np.float32))
 
 
 def put(x: np.ndarray, mesh) -> jax.Array:
@@ -301,29 +284,6 @@ def test_experts_are_dispatched_to_where_that_moves_less():
     assert places == {2: None, 4: None, 8: 640, 64: 96}
 
 
-@cache
-def in_chunks(mesh: str | None) -> np.ndarray:
-    """Return the logits of a prompt in two chunks, the second behind pages of the first."""
-    length, m, logits = 64, model(mesh), []
-    tokens = tiny.tokens(CONFIG, 1, length)
-    step = jax.jit(lambda m, t, c, p, n: m(t, cache=c, positions=p, lengths=n), donate_argnums=2)
-    cache_of_row, compiled = Cache.init(CONFIG, 1, length, "float32", m.mesh), None
-    for first in (0, length // 2):
-        positions = np.arange(first, first + length // 2, dtype=np.int32)[None]
-        args = m, tokens[:, positions[0]], cache_of_row, positions, np.array([first + length // 2], np.int32)
-        compiled = compiled or tiny.lower(step, *args).compile(QUICK)
-        found, cache_of_row = compiled(*args)
-        logits.append(np.asarray(found[0]))
-    return np.concatenate(logits)
-
-
-@pytest.mark.further  # layers with a cache, and experts of divided tokens: above
-@pytest.mark.parametrize("mesh", ["context=2,expert=2,tensor=2", "context=3,tensor=2"])
-def test_a_prompt_in_divided_chunks_is_one_device_s(mesh):
-    """T51, T52: over every axis but that of rows; one axis divides no tokens."""
-    comparisons.assert_close(in_chunks(mesh), in_chunks(None), "logits", "T V", rtol=1e-5, atol=2e-5)
-
-
 def test_the_axes_of_matrices_are_those_that_they_were_made_with():
     """What `Divided` says of a layer's matrices, by their names, is what the model said when it made them."""
     named, _ = jax.tree_util.tree_flatten_with_path(
@@ -428,17 +388,6 @@ def test_an_uneven_axis_is_refused(mesh, message):
 def test_pages_are_rounded_up_to_what_the_mesh_divides():
     cache = Cache.pool(CONFIG, 5, 1, 5, mesh=make_mesh(data=2, context=2, expert=2))
     assert cache.num_pages == 8
-
-
-def test_tokens_that_do_not_divide_are_replicated():
-    mesh = make_mesh(data=2)
-    assert [spec((n,), ("tokens",), mesh) for n in (4, 5)] == [P("data"), P(None)]
-
-
-def test_a_head_is_divided_over_the_last_axes_that_divide_it():
-    mesh = make_mesh(context=2, expert=2, tensor=2)
-    found = [spec((n,), ("logits",), mesh) for n in (8, 4, 6, 5)]
-    assert found == [P(("context", "expert", "tensor")), P(("expert", "tensor")), P("tensor"), P(None)]
 
 
 def test_neighbouring_blocks_lie_on_different_devices():

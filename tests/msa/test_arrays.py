@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array, Float, Int
 from support.msa_strategies import GROUPED, prefill
 
 import m3jax
 from m3jax import msa
+from m3jax.msa.rules import checked
+from m3jax.msa.share import Share
+from m3jax.msa.views import Paged
 
 CASE = prefill(GROUPED)
 INDEX_Q, INDEX_K = map(jnp.asarray, CASE.index())
@@ -77,37 +81,15 @@ def test_operands_of_another_rank_dtype_or_size(name, changes, message):
         call(**(operands | ROWS | changes))
 
 
+# Where the limits of each lie, the tests below have.
 WRONG_VALUES = {
-    "another block size, too small": (dict(block_size=2), {}, "lacks the query's own block, in blocks of 2"),
-    "another block size, too large": (dict(block_size=8), {}, "names a block that there is not: ids are -1 to 4"),
-    "no such id": ({}, dict(blocks=BLOCKS.at[1, 1, 30, 0].set(10)), r"blocks\[1, 1, 30\] .* ids are -1 to 9"),
-    "a block twice": ({}, dict(blocks=BLOCKS.at[2, 0, 39, 0].set(9)), r"blocks\[2, 0, 39\] .* names a block twice"),
-    "a later block": ({}, dict(blocks=BLOCKS.at[0, 1, 20, 0].set(7)), "a block behind the query's own"),
-    "of other queries": ({}, dict(positions=POSITIONS + 4), "lacks the query's own block"),
+    "another block size": (dict(block_size=2), {}, "lacks the query's own block, in blocks of 2"),
     "more keys than there are": ({}, dict(lengths=LENGTHS.at[1].set(41)), r"lengths\[1\] = 41: a row has 0 to 40 keys"),
-}  # fmt: skip
-
-
-NAN_KEY = K.at[2, 39, 1, 0].set(jnp.nan)
-WRONG_VALUES |= {
     "NaN in q": ({}, dict(q=Q.at[1, 2, 0, 3].set(jnp.nan)), r"q\[1, 2, 0, 3\] is NaN, one of 1 in q"),
-    "NaN in a key": ({}, dict(k=NAN_KEY), r"k\[2, 39, 1, 0\] is NaN"),
-    "positions beyond every key": ({}, dict(positions=POSITIONS + 40, blocks=BLOCKS * 0 - 1),
-                                   r"positions\[0, 0\] = 40 of a row with 40 keys: all queries are padding"),
 }  # fmt: skip
 
 
-# What is said of ids, tests/msa/test_pieces.py has too.
-ABOUT_IDS = ("another block size, too large", "no such id", "a later block", "of other queries")
-
-
-@pytest.mark.parametrize(
-    ("options", "changes", "message"),
-    [
-        pytest.param(*case, marks=pytest.mark.further if name in ABOUT_IDS else (), id=name)
-        for name, case in WRONG_VALUES.items()
-    ],
-)
+@pytest.mark.parametrize(("options", "changes", "message"), WRONG_VALUES.values(), ids=WRONG_VALUES)
 def test_wrong_numbers_are_found_under_checks(options, changes, message):
     """Each changes what is attended to without an error; a compiled function finds it too, and is found as it was."""
     arrays = dict(q=Q, k=K, v=V, blocks=BLOCKS) | ROWS | changes
@@ -154,17 +136,144 @@ def test_an_error_in_a_block_of_checks_names_what_was_found():
         raise KeyError("tensor")
 
 
-def test_a_score_of_ones_own():
-    """Definition and walk agree on a custom score; one that is the maximum selects as "max" does."""
-    second_best = lambda scores: jnp.sort(scores, axis=-1)[..., -2]
-    for score in (second_best, lambda scores: jnp.max(scores, axis=-1)):
+# Where the limits are: a function of the same arguments that computes nothing.
 
-        @jax.jit
-        def by_definition(index_q, index_k, score=score):
-            scores = msa.block_scores(index_q, index_k, POSITIONS, LENGTHS, 4, score)
-            return msa.select_blocks(scores, POSITIONS, LENGTHS, msa.SelectionRules(3, score=score), block_size=4)
 
-        select = partial(msa.index_topk, INDEX_Q, INDEX_K, POSITIONS, LENGTHS, block_size=4, top_k=3)
-        found = select(score=score)
-        np.testing.assert_array_equal(found, by_definition(INDEX_Q, INDEX_K))
-        assert bool(jnp.all(found == select())) == (score is not second_best)
+@checked
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+):
+    """As `msa.dense_attention`."""
+
+
+@checked
+def attend_selected(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    blocks: Int[Array, "B K T J"],
+    positions: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    *,
+    block_size: int,
+):
+    """As `msa.sparse_attention`."""
+
+
+def ints(*values: object) -> jax.Array:
+    return jnp.array(values, jnp.int32)
+
+
+def found_by(call, *arguments, **options) -> str:
+    """What a call says under `checks()`; nothing where it passes."""
+    try:
+        with m3jax.checks():
+            call(*arguments, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def found_in_rows(positions: jax.Array, lengths: jax.Array, num_keys: int = 7, **nan: tuple[int, ...]) -> str:
+    """What attention of one head says of its rows, with NaN in some places of q, k and v."""
+    rows, queries = positions.shape
+    shapes = dict(q=(rows, queries, 1, 1), k=(rows, num_keys, 1, 1), v=(rows, num_keys, 1, 1))
+    operands = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    for name, index in nan.items():
+        operands[name][index] = np.nan
+    return found_by(attend, *map(jnp.asarray, operands.values()), positions, lengths)
+
+
+def test_numbers_are_looked_at_under_checks_alone():
+    """Elsewhere a look would fetch them from the device at every call."""
+    q, k = jnp.full((1, 1, 1, 1), jnp.nan), jnp.zeros((1, 4, 1, 1))
+    attend_selected(q, k, k, ints([[[9]]]), ints([6]), ints(5), block_size=4)
+
+
+def test_lengths_from_none_to_all_keys_pass():
+    at = ints([0], [0])
+    assert not found_in_rows(at, ints(0, 7))
+    assert "lengths[1] = 8: a row has 0 to 7 keys here" in found_in_rows(at, ints(0, 8))
+    assert "lengths[0] = -1: a row has 0 to 7 keys here" in found_in_rows(at, ints(-1, 8))
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_view_has_the_keys_of_all_devices_that_share_its_rows(devices):
+    share = None if devices == 1 else Share(ints(0, 0), 4, devices, ("context",))
+    pages = jnp.zeros((1, 2, 1, 4, 2))
+    view = Paged(pages, pages, None, 0, ints([0, 1], [1, 0]), jnp.float32, share)
+    call = checked(lambda view, lengths: None)
+    most = devices * 2 * 4
+    assert not found_by(call, view, ints(most, 0))
+    assert f"lengths[0] = {most + 1}: a row has 0 to {most} keys here" in found_by(call, view, ints(most + 1, 0))
+
+
+def test_each_call_looks_at_the_lengths_of_its_rows():
+    """Of keys in rows, and of the scores of their blocks, in which the last block may be cut off."""
+    rules = msa.SelectionRules(top_k=3)
+    at, floats = ints([6], [6]), lambda *shape: jnp.zeros((2, *shape))
+    call = partial(msa.select_blocks, floats(1, 1, 2), at, rules=rules, block_size=4)
+    assert not found_by(call, ints(7, 8))
+    assert "lengths[1] = 9: a row has 0 to 8 keys here" in found_by(call, ints(7, 9))
+    q, k = floats(1, 1, 2), floats(7, 1, 2)
+    for call in (
+        partial(msa.block_scores, q, k[:, :, 0], at, block_size=4),
+        partial(msa.dense_attention, q, k, k, at),
+        partial(msa.sparse_attention, q, k, k, ints([[[0, 1]]], [[[0, 1]]]), at, block_size=4),
+        partial(msa.msa, q, k, k, q, k[:, :, 0], at, rules=rules, block_size=4),
+    ):
+        assert "lengths[1] = 8: a row has 0 to 7 keys here" in found_by(
+            lambda n, call=call: call(lengths=n), ints(7, 8)
+        )
+
+
+def test_a_call_without_a_token_is_refused_where_a_row_has_keys():
+    refused = found_in_rows(ints([5, 6], [-1, -1]), ints(5, 4))
+    assert "positions[0, 0] = 5 of a row with 5 keys: all queries are padding" in refused
+    assert "positions[1, 1] = 1 of a row with 1 keys" in found_in_rows(ints([-1, 4], [-1, 1]), ints(0, 1))
+    for positions, lengths in (
+        ([[5, 4]], [5]),  # one of them is a token
+        ([[0, -1]], [1]),  # position 0 is one
+        ([[-1, -1]], [5]),  # padding that says so
+        ([[3, 4]], [0]),  # a row without keys
+    ):
+        assert not found_in_rows(ints(*positions), ints(*lengths))
+
+
+def test_only_nan_that_is_read_is_refused():
+    """The last key of a row is read, the slot behind it is not; a query at that slot is padding."""
+    rows = ints([2, 3, -1], [0, -1, 1]), ints(3, 0)
+    assert "k[0, 2, 0, 0] is NaN, one of 1 in k" in found_in_rows(*rows, k=(0, 2))
+    assert "v[0, 2, 0, 0] is NaN, one of 1 in v" in found_in_rows(*rows, v=(0, 2))
+    assert "q[0, 0, 0, 0] is NaN, one of 1 in q" in found_in_rows(*rows, q=(0, 0))
+    for name, index in (("k", (0, 3)), ("v", (0, 3)), ("k", (1, 0)), ("q", (0, 1)), ("q", (0, 2)), ("q", (1, 0))):
+        assert not found_in_rows(*rows, **{name: index}), (name, index)
+
+
+def test_the_smallest_and_largest_id_of_a_selection():
+    """10 keys in blocks of 4: ids 0 to 2, of a query at position 9 the last must be there."""
+    at = ints([9, 10, 3]), ints(10)
+    check = lambda blocks, *at, num_keys: found_by(
+        attend_selected, jnp.zeros((1, blocks.shape[2], 1, 1)), *[jnp.zeros((1, num_keys, 1, 1))] * 2, blocks, *at,
+        block_size=4,
+    )  # fmt: skip
+
+    def found(*chosen, num_keys=10):
+        nothing = [-1] * (len(chosen) - 1)
+        blocks = ints([[chosen, [-1, *nothing], [0, *nothing]]])
+        return check(blocks, *at, num_keys=num_keys)
+
+    assert not found(0, 2, -1) and not found(2, 0, 1) and not found(2, -1, -1)
+    assert "ids are -1 to 2 for 10 keys in blocks of 4" in found(0, 2, 3)
+    assert "ids are -1 to 2 for 12 keys" in found(0, 2, 3, num_keys=12)
+    assert "ids are -1 to 2" in found(-2, 0, 2)
+    assert "names a block twice" in found(0, 0, 2)
+    later = ints([[[0, 1, -1], [0, 1, -1]]]), ints([3, 4]), ints(10)  # the second query's own block is block 1
+    assert "blocks[0, 0, 0] = [0, 1, -1]" in (message := check(*later, num_keys=10))
+    assert "names a block behind the query's own, in blocks of 4" in message
+    message = found(0, 1, -1)
+    assert "blocks[0, 0, 0] = [0, 1, -1], of a query at position 9 of 10, lacks the query's own block" in message

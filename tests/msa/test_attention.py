@@ -17,8 +17,11 @@ from support.msa_strategies import (
     GROUPED,
     ROOMY,
     SPARSE,
+    Case,
+    Shape,
     assert_partial,
     attention,
+    block_scores,
     cases,
     dense_attention,
     few,
@@ -129,6 +132,27 @@ def test_bfloat16_is_within_the_published_bound(schedule, seed):
     comparisons.assert_close(lse, expected[1], "lse", "B T N", rtol=1e-3, atol=1e-3)
 
 
+def test_msa_is_its_three_steps():
+    """Scores, the best blocks, attention to these: also of padding, and of rows that end inside a block."""
+    case = replace(prefill(GROUPED), lengths=np.array([40, 27, 0], np.int32))
+    rules, rows = msa.SelectionRules(GROUPED.J), (case.positions, case.lengths)
+    out, blocks = jax.jit(partial(msa.msa, rules=rules, block_size=GROUPED.P))(*case.qkv(), *case.index(), *rows)
+    scores = reference.block_scores(*case.index(), *rows, GROUPED.P)
+    expected = reference.select_blocks(scores, *rows, block_size=GROUPED.P, top_k=GROUPED.J)
+    np.testing.assert_array_equal(blocks, expected)
+    assert_close([out], reference.attention(*case.qkv(), *rows, expected, GROUPED.P)[:1], ["out"])
+
+
+@pytest.mark.parametrize("position", [11, 12, 15, 16, 31, 32])
+def test_a_piece_is_read_from_its_first_key_on(position):
+    """By a query at the last key of a piece, and at the first one of the next: pieces of 16 keys, of 12 in scores."""
+    case = Case(Shape(B=1, T=1, S=40, N=2, K=1, H=4, P=4, J=1), np.int32([[position]]), np.int32([position + 1]), 0)
+    assert_close(run(case, "blockwise in pieces"), reference.attention(*case.qkv(), case.positions, case.lengths))
+    rows = *case.index(), case.positions, case.lengths
+    scores = block_scores(*rows, block_size=4, way="pieces")
+    comparisons.assert_equal(scores, reference.block_scores(*rows, 4), "scores", "B K T M")
+
+
 # What must not matter.
 
 
@@ -228,19 +252,6 @@ def test_a_row_is_attended_alone(schedule, case, row):
     positions = np.where(others[:, None], case.positions[:, ::-1] // 2, case.positions)
     other = replace(case, positions=positions, lengths=np.where(others, case.shape.S - case.lengths, case.lengths))
     assert_equal([x[row] for x in run(other, schedule, blocks, qkv)], expected)
-
-
-@pytest.mark.further
-@pytest.mark.parametrize("schedule", ["dense", "blockwise", *SPARSE])
-@few
-@given(case=cases((GROUPED,)), row=st.integers(0, 2))
-def test_a_row_needs_no_batch(schedule, case, row):
-    """T5: to rounding, not to the bit: the compiler may sum in another order for another batch size."""
-    at = slice(row, row + 1)
-    blocks = case.any_blocks()
-    expected = [x[at] for x in run(case, schedule, blocks)]
-    alone = replace(case, shape=replace(case.shape, B=1), positions=case.positions[at], lengths=case.lengths[at])
-    assert_close(run(alone, schedule, blocks[at], [x[at] for x in case.qkv()]), expected)
 
 
 @EVERY
@@ -351,7 +362,7 @@ def test_lengths_are_data(schedule):
     @jax.jit
     def step(q, k, v, blocks, positions, lengths):
         if is_dense:
-            return msa.blockwise_attention(q, msa.contiguous(k, v, 4), positions, lengths, return_lse=True)
+            return msa.DENSE_SCHEDULES["blockwise"](q, msa.contiguous(k, v, 4), positions, lengths)
         return attention.__wrapped__(q, k, v, blocks, positions, lengths, block_size=4, schedule=schedule)
 
     for t in range(40):

@@ -3,15 +3,16 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.msa_strategies import GROUPED, prefill
+from support.msa_strategies import GROUPED, SPARSE, prefill
 
 from m3jax import msa
+from m3jax.ops import attend_all, attend_selected
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(score="mean"), "score = 'mean': allowed are 'max', 'lse', and a function"),
+        (dict(score="mean"), "score = 'mean': allowed are 'max', 'lse'$"),
         (dict(block_size=0), "block_size = 0: must be at least 1"),
         (dict(local_blocks=0), "local_blocks = 0"),
         (dict(init_blocks=-1), "init_blocks = -1"),
@@ -68,3 +69,68 @@ def test_select_blocks_checks_its_rules():
     args = (scores, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
     with pytest.raises(ValueError, match="block_size = 0: must be at least 1"):
         msa.select_blocks(*args, msa.SelectionRules(top_k=2), block_size=0)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_scores_are_checked_where_they_are_made():
+    """An unknown kind of score is refused (T31)."""
+    case = prefill(GROUPED)
+    with pytest.raises(ValueError, match=r"score = 'mean': allowed are 'max', 'lse'$"):
+        msa.block_scores(*map(jnp.asarray, (*case.index(), case.positions, case.lengths)), GROUPED.P, "mean")
+
+
+def test_unknown_schedules():
+    """An unknown schedule is refused, and the error names those that there are (T31)."""
+    case = prefill(GROUPED)
+    q, k, v = map(jnp.asarray, case.qkv())
+    args = [jnp.asarray(x) for x in (case.any_blocks(), case.positions, case.lengths)]
+    view = msa.contiguous(k, v, 4)
+    with pytest.raises(ValueError, match="schedule = 'flash': allowed are 'auto', 'mask', 'query_major', 'kv_block_"):
+        attend_selected(q, view, *args, schedule="flash")
+    with pytest.raises(ValueError, match="schedule = 'kv_block_major': allowed are 'auto', 'mask', 'blockwise'"):
+        attend_all(q, view, *args[1:], schedule="kv_block_major")
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("schedule", SPARSE)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(q=(3, 40, 3, 8)), "q has 3 heads of 8 and k 2 of 8"),
+        (dict(q=(3, 40, 4, 4)), "q has 4 heads of 4 and k 2 of 8|k has shape .* with H = 4, as q has"),
+        (
+            dict(blocks=(3, 1, 40, 3)),
+            r"blocks has shape .3, 1, 40, 3..*: must be .*(\[3 2 40 J\]|with K = 2, as k has)",
+        ),
+        (
+            dict(blocks=(3, 40, 2, 3)),
+            r"blocks has shape .3, 40, 2, 3..*: must be .*with (K = 2, as k|T = 40, as q) has",
+        ),
+        (dict(block_size=0), "block_size = 0: must be at least 1"),
+    ],
+)
+def test_operands_that_do_not_fit(schedule, changes, message):
+    """T7, T31: not broadcast in silence."""
+    shapes = dict(q=(3, 40, 4, 8), k=(3, 40, 2, 8), v=(3, 40, 2, 8), blocks=(3, 2, 40, 3))
+    shapes |= {name: x for name, x in changes.items() if name in shapes}
+    arrays = {name: jnp.zeros(x, jnp.int32 if name == "blocks" else jnp.float32) for name, x in shapes.items()}
+    case = prefill(GROUPED)
+    q, k, v, blocks = arrays.values()
+    rows, block_size = (jnp.asarray(case.positions), jnp.asarray(case.lengths)), changes.get("block_size", 4)
+    with pytest.raises(ValueError, match=message):
+        if schedule == "definition":
+            msa.sparse_attention(q, k, v, blocks, *rows, block_size=block_size)
+        else:
+            attend_selected(q, msa.contiguous(k, v, block_size), blocks, *rows, schedule=schedule)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_dense_operands_that_do_not_fit():
+    """Dense attention refuses operands whose heads or widths do not fit together (T31)."""
+    case = prefill(GROUPED)
+    q, k, v = map(jnp.asarray, case.qkv())
+    args = (jnp.asarray(case.positions), jnp.asarray(case.lengths))
+    with pytest.raises(ValueError, match="q has 3 heads of 8 and k 2 of 8"):
+        msa.dense_attention(q[:, :, :3], k, v, *args)
+    with pytest.raises(ValueError, match="q has 3 heads of 8 and k 2 of 8"):
+        attend_all(q[:, :, :3], msa.contiguous(k, v, 4), *args, schedule="blockwise")

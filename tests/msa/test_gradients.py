@@ -31,7 +31,7 @@ from support.msa_strategies import (
 )
 
 from m3jax import msa
-from m3jax.numerics import attend, einsum
+from m3jax.numerics import einsum
 
 further = pytest.mark.further
 LINEAR = ["blockwise", "query_major", "kv_block_major"]
@@ -166,16 +166,6 @@ def test_selection_takes_no_gradient():
     assert_partial(case, index_topk(*index, *rest, **case.rules()))
 
 
-@pytest.mark.further
-@pytest.mark.parametrize("schedule", ["query_major", "kv_block_major"])
-def test_vmap_of_a_gradient_is_a_loop(schedule):
-    stack = [operands(c, c.any_blocks()) for c in (prefill(GROUPED, seed, [40, 9, 0]) for seed in range(2))]
-    fn = gradient(schedule, 4, small=False)
-    got = jax.vmap(fn)(*(np.stack(x) for x in zip(*stack, strict=True)))
-    for i, args in enumerate(stack):
-        assert_close([x[i] for x in got], fn(*args))
-
-
 # Block scores: what a loss of the index branch would differentiate.
 
 
@@ -218,15 +208,6 @@ def test_block_scores_gradient_is_that_of_finite_differences():
 
         for score in ("max", "lse"):
             check_grads(partial(loss, score), index, order=1, modes=["rev"], atol=1e-5, rtol=1e-5, eps=1e-6)
-
-
-def test_attend_has_a_gradient_where_a_row_sees_nothing():
-    """The gradient of a query that sees no key is 0, not NaN (T8)."""
-    q, k, v = (jnp.ones((2, 4)), jnp.ones((3, 4)), jnp.ones((3, 4)))
-    visible = jnp.array([[True, True, False], [False, False, False]])
-    grads = jax.jit(jax.grad(lambda *x: jnp.sum(attend(*x, visible)[0]), argnums=(0, 1, 2)))(q, k, v)
-    assert all(np.isfinite(x).all() for x in grads)
-    assert not np.asarray(grads[0][1]).any() and not np.asarray(grads[2][2]).any()
 
 
 @pytest.mark.parametrize(

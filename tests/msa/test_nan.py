@@ -56,13 +56,15 @@ def test_a_nan_key_is_in_the_attention_of_who_sees_it(schedule, num_keys):
         assert_nan_in_row_one(*attention(q, k, v, blocks, positions, lengths, block_size=P, schedule=schedule))
 
 
-def test_what_a_query_does_not_see_of_a_block_is_zero_whatever_it_holds():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_what_a_query_does_not_see_of_a_block_is_zero_whatever_it_holds(platform, monkeypatch):
     """T10, at every place that the end of a row can have in a block: 0 x NaN would be NaN."""
+    monkeypatch.setattr("m3jax.msa.schedules.layout.platform", lambda: platform)
     values = np.full((P + 1, P, 4), np.nan, np.float32)
     seen = np.arange(P + 1, dtype=np.int32)  # block n has n tokens to be seen
     is_seen = np.arange(P) < seen[:, None]
     values[is_seen] = 1.0
-    found = jax.jit(zero_from)(values, seen)
+    found = jax.jit(lambda values, seen: zero_from(values, seen))(values, seen)
     np.testing.assert_array_equal(found, np.broadcast_to(is_seen[..., None], values.shape).astype(np.float32))
 
 

@@ -11,9 +11,10 @@ from jax.extend import core
 from support import msa_reference as reference
 from support.comparisons import assert_same_sets
 from support.msa_runs import assert_close
-from support.msa_strategies import GROUPED, attention, pieces
+from support.msa_strategies import GROUPED, attention, blockwise, pieces
 
 from m3jax import msa
+from m3jax.msa.chunks import rows_within
 
 further = pytest.mark.further
 LONG = 65536
@@ -40,7 +41,7 @@ def traced(op: str, T: int, S: int, *, B=1, N, K, H, P, J, small=False, grad=Fal
             fn = lambda q, k, *rows: msa.walk_scores(q, msa.contiguous_index(k, P), *rows)
     elif op == "blockwise":
         operands = (of(B, T, N, H), of(B, S, K, H), of(B, S, K, H))
-        fn = lambda q, k, v, *rows: msa.blockwise_attention(q, msa.contiguous(k, v, P), *rows)
+        fn = lambda q, k, v, *rows: msa.DENSE_SCHEDULES[op](q, msa.contiguous(k, v, P), *rows)[0]
     else:
         operands = (of(B, T, N, H), of(B, S, K, H), of(B, S, K, H))
         rows = (of(B, K, T, J, dtype=jnp.int32), *rows)
@@ -157,5 +158,12 @@ def test_blockwise_over_a_long_context():
     rng = np.random.default_rng(3)
     q, k, v = (rng.normal(size=(1, n, 2 if n < 9 else 1, 4)).astype(np.float32) for n in (5, PAST, PAST))
     rows = (np.array([[0, 511, 512, 65_536, PAST - 1]], np.int32), np.array([PAST], np.int32))
-    fn = jax.jit(lambda q, k, v, *rows: msa.blockwise_attention(q, msa.contiguous(k, v, 128), *rows))
-    assert_close([fn(q, k, v, *rows)], reference.attention(q, k, v, *rows)[:1], ["out"], rtol=1e-4, atol=1e-5)
+    got = blockwise(q, k, v, *rows, block_size=128)
+    assert_close(got[:1], reference.attention(q, k, v, *rows)[:1], ["out"], rtol=1e-4, atol=1e-5)
+
+
+def test_pieces_are_powers_of_two_within_the_budget():
+    for elements, per_row, num_rows in np.ndindex(40, 9, 12):
+        rows = rows_within(elements, per_row, num_rows)
+        allowed = [n for n in (1, 2, 4, 8, 16, 32, 64) if n * max(1, per_row) <= elements] or [1]
+        assert rows == min(max(allowed), max(1, num_rows)), (elements, per_row, num_rows)

@@ -1,5 +1,6 @@
 """Block scores and selection, against a NumPy oracle; each T names a bug that another engine shipped (docs/msa.md)."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -28,6 +29,7 @@ from support.msa_strategies import (
     select_blocks,
 )
 
+import m3jax
 from m3jax import msa
 
 RULES = {
@@ -39,6 +41,13 @@ RULES = {
 pytestmark = pytest.mark.usefixtures("under_checks")
 EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 further = pytest.mark.further
+
+
+@pytest.fixture
+def under_checks() -> Iterator[None]:
+    """A test that looks into all arrays."""
+    with m3jax.checks():
+        yield
 
 
 def select(case: Case, index=None, way="walk", **changes) -> np.ndarray:

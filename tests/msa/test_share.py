@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.shares import AXIS, SIZE, devices_map, shared_memory
 
-from m3jax.msa import SelectionRules, dense_attention, select_blocks
-from m3jax.msa.candidates import Candidates, best_of_share, join_candidates
+from m3jax.msa import SelectionRules, block_scores, dense_attention, index_walk, select_blocks, sparse_attention
+from m3jax.msa.candidates import Candidates, best_of_share, join_candidates, join_over_devices
+from m3jax.msa.schedules.blockwise import blockwise
+from m3jax.msa.schedules.lanes import invariant, invariant_all, select_invariant
+from m3jax.msa.schedules.query_major import query_major
 from m3jax.msa.share import Share
-from m3jax.numerics import merge_parts
+from m3jax.msa.views import Paged, PagedIndex
+from m3jax.numerics import merge_over_devices
 
 P, SLOTS = 4, 3  # tokens of a block, blocks that a query keeps
 BLOCKS = 12  # of a row: divisible by every number of devices here
@@ -60,12 +65,6 @@ def test_candidates_of_shares_choose_as_all_scores_do(scores, positions, lengths
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.further  # a device with one block in the test above
-def test_fewer_candidates_than_slots_leave_slots_unused():
-    blocks, keys = jnp.int32([[[7]], [[2]]]), jnp.float32([[[1]], [[-jnp.inf]]])  # [devices X C]
-    assert join_candidates(Candidates(blocks, keys), 3).tolist() == [[7, -1, -1]]
-
-
 def test_a_share_is_the_keys_of_every_nth_block():
     """T48: at every residue of a turn and every length; a query sees as many keys here as stand here up to it."""
     devices, size = 3, BLOCKS * P
@@ -92,30 +91,47 @@ def test_a_share_numbers_its_blocks_in_order():
     assert part.in_rows(held).tolist() == [[[[-1, -1, 1, -1, -1, 4, -1, -1, 7]]]]
 
 
-@pytest.mark.further  # in tests/msa/test_pieces.py each schedule does
-def test_shares_attend_together_to_what_a_row_has():
-    """T8, T51: three rows: one of which most devices hold nothing, one without keys, one that ends inside a block."""
-    devices, begins_on = 4, jnp.int32([3, 0, 1])
-    draw = np.random.default_rng(0)
-    q = jnp.float32(draw.normal(size=(3, 5, 2, 8)))  # [B T N H]
-    k, v = jnp.float32(draw.normal(size=(2, 3, BLOCKS * P, 1, 8)))  # [B S K H]
-    lengths = jnp.int32([3, 0, 27])
-    positions = jnp.int32([[0, 1, 2, 3, -1], [0, 1, 2, 3, 4], [0, 7, 8, 20, 26]])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_candidates_are_joined_over_devices_in_one_exchange_and_in_two(dtype):
+    """Keys of 32 bits go with the ids, others by themselves; equal ones go to the lower id, -inf is no candidate."""
+    blocks = np.array([[[4, 2, 0]], [[1, 3, 5]]], np.int32)  # [devices X C]
+    keys = np.array([[[3.0, 1, -np.inf]], [[2.0, 1, np.inf]]], np.float32)
+    join = lambda blocks, keys: join_over_devices(Candidates(blocks, keys), 4, (AXIS,))
+    assert devices_map(join, blocks, jnp.asarray(keys, dtype)).tolist() == [[[1, 2, 4, 5]]] * 2
+
+
+def test_devices_that_share_rows_select_and_attend_as_one():
+    """T28, T51: each schedule on the blocks that a device holds, then the exchange, is the definition of whole rows."""
+    rules = SelectionRules(SLOTS)
+    (q, index_q, positions, lengths), (k, v, index_k), of_devices = shared_memory()
+    q, index_q, k, v, index_k, positions, lengths = map(jnp.asarray, (q, index_q, k, v, index_k, positions, lengths))
+
+    def on_device(k, v, index_k, table, first):
+        share = Share(first, SIZE, 2, ("context",))
+        view = Paged(k, v, None, 0, table, jnp.float32, share)
+        index = PagedIndex(index_k, None, 0, table, jnp.float32, share)
+        blocks = index_walk(index_q, index, positions, lengths, rules)
+        in_lanes = select_invariant(index_q, index, positions, lengths, rules)
+        seen, held_lengths = share.positions(positions, lengths), share.lengths(lengths)
+        held = share.held(blocks)
+        parts = blockwise(q, view, seen, held_lengths), query_major(q, view, held, seen, held_lengths)
+        merged = [merge_over_devices(*part, ("context",)) for part in parts]
+        joined = view.joined()
+        together = invariant_all(q, joined, positions, lengths), invariant(q, joined, blocks, positions, lengths)
+        return (blocks, in_lanes), (merged[0], together[0]), (*merged[1:], together[1])
+
+    (blocks, in_lanes), dense, sparse = devices_map(on_device, *of_devices)
 
     @jax.jit
-    def attend_by_shares():
-        parts = []
-        for device in range(devices):
-            by_block = jnp.stack([k, v], -1).reshape(3, BLOCKS, P, 1, 8, 2)
-            held, part = held_by(device, begins_on, devices, by_block)
-            keys, values = jnp.moveaxis(held.reshape(3, -1, 1, 8, 2), -1, 0)
-            seen, held_lengths = part.positions(positions, lengths), part.lengths(lengths)
-            parts.append(dense_attention(q, keys, values, seen, held_lengths, return_lse=True))
-        outs, lses = (jnp.stack(x) for x in zip(*parts, strict=True))
-        return merge_parts(outs.__getitem__, lses), lses
+    def by_definition(*rows):
+        chosen = select_blocks(block_scores(index_q, index_k, *rows, SIZE), *rows, rules, block_size=SIZE)
+        of_chosen = sparse_attention(q, k, v, chosen, *rows, block_size=SIZE, return_lse=True)
+        return chosen, of_chosen, dense_attention(q, k, v, *rows, return_lse=True)
 
-    (out, lse), lses = attend_by_shares()
-    assert np.isneginf(lses[:, 1]).all() and np.isneginf(lses[:, 0]).sum() > 3 * 4 * 2  # three devices hold nothing
-    expected, expected_lse = dense_attention(q, k, v, positions, lengths, return_lse=True)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+    expected, sparse_expected, dense_expected = by_definition(positions, lengths)
+    for device in range(2):
+        np.testing.assert_array_equal(blocks[device], expected)
+        np.testing.assert_array_equal(in_lanes[device], expected)
+        for found, wanted in [(x, dense_expected) for x in dense] + [(x, sparse_expected) for x in sparse]:
+            for x, y in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(x[device], y, atol=1e-6)

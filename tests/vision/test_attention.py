@@ -110,27 +110,25 @@ def test_an_image_is_the_same_to_the_bit_wherever_it_lies(compiled, name):
     assert_equal(packed(broken, image)[4:15], alone, "beside one that is NaN", "X N H")
 
 
-@pytest.mark.further  # with a batch in test_pieces.py
-@given(st.lists(st.integers(1, 48), min_size=1, max_size=48))
-def test_a_segment_takes_the_shortest_row_that_holds_it(lengths):
-    """Whatever lies beside it: then X and its own length decide which kernel computes it. In each turn as many rows as
-    would hold X patches; no segment twice, none forgotten."""
-    while sum(lengths) > X:
-        lengths = lengths[:-1]
-    choices = (4, 12, 48)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "_LENGTHS", choices[:2])
-        turns = jax.tree.map(np.asarray, rows.Turns.of(jnp.asarray(segments(*lengths, size=X))))
-    starts, ends = np.cumsum([0, *lengths])[:-1], 0
-    for index, (shortest, longest) in enumerate(zip((0, *choices), choices, strict=False)):
-        own = [number for number, length in enumerate(lengths) if shortest < length <= longest]
-        places = slice(turns.first[index], turns.first[index] + turns.count[index])
-        assert turns.starts[places].tolist() == [starts[number] for number in own]
-        assert turns.lengths[places].tolist() == [lengths[number] for number in own]
-        ends += -(-len(own) // (X // longest))
-        assert turns.until[index] == ends
-    needed = np.flatnonzero(np.diff(turns.until, prepend=0))
-    assert turns.only == (needed[0] if ends == 1 else len(choices))
+def test_each_segment_takes_the_shortest_row_that_holds_it():
+    assert rows.row_lengths(100) == (100,) and rows.row_lengths(144) == (144,) and rows.row_lengths(145) == (144, 145)
+    assert rows.row_lengths(5000) == (144, 576, 2304, 5000) and rows.row_lengths(12288) == (144, 576, 2304, 12288)
+    assert rows.row_lengths(12289) == (144, 576, 2304, 12288, 12289)
+    lengths = (144, 1, 145, 300, 10)  # two of the second length
+    of = segments(*lengths, size=700)
+    turns = rows.Turns.of(jnp.asarray(of))  # rows of 144, 576 and 700
+    assert turns.count.tolist() == [3, 2, 0] and turns.first.tolist() == [0, 3, 5]
+    assert turns.lengths.tolist()[:6] == [144, 1, 10, 145, 300, 0]
+    begins = np.cumsum([0, *lengths])
+    assert turns.starts.tolist()[:5] == [begins[i] for i in (0, 1, 4, 2, 3)]
+    assert turns.until.tolist() == [1, 2, 2] and int(turns.only) == 3  # a turn of the first has 5 rows, of the second 2
+    patches = np.flatnonzero(of >= 0)
+    np.testing.assert_array_equal(np.asarray(turns.number)[patches], np.array([0, 1, 3, 4, 2])[of[patches]])
+    np.testing.assert_array_equal(np.asarray(turns.column)[patches], patches - begins[of[patches]])
+    assert set(np.asarray(turns.column)[of < 0].tolist()) == {-1}
+    assert int(rows.Turns.of(jnp.zeros(700, jnp.int32)).only) == 2
+    one, several = jnp.zeros(4, jnp.int32), jnp.arange(4, dtype=jnp.int32)
+    assert (int(rows.Turns.of(one).only), int(rows.Turns.of(several).only)) == (0, 1)
 
 
 def test_usual_batches_are_one_turn():
