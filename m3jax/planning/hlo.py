@@ -1,17 +1,19 @@
 """Counts of a compiled program's collectives, operations and memory traffic, with its loops multiplied out.
 
-XLA's own cost analysis counts the body of a loop once. Here a body counts as often as the compiler says that it runs,
-or as its condition does, where that compares a counter with a constant; a loop whose end is data counts once. Of the
-branches of a conditional the most expensive one counts, but for those that the program itself says to run rarely, and
-with the part of the devices that it says to take it (`m3jax.branches`): the counts are those of the average device. A
-kernel of Pallas counts by its own estimate, without which it would count all pages that it may read from.
+Not `Compiled.cost_analysis`, which counts a loop's body once and no exchange; jaxlib's HLO reader gives no shapes.
+
+Here a body counts as often as the compiler says that it runs, or as its condition does, where that compares a counter
+with a constant; a loop whose end is data counts once. Of the branches of a conditional the most expensive one counts,
+but for those that the program itself says to run rarely, and with the part of the devices that it says to take it
+(`m3jax.branches`): the counts are those of the average device. A kernel of Pallas counts by its own estimate, without
+which it would count all pages that it may read from.
 """
 
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from m3jax.branches import devices_that_take_turns, is_rare
@@ -26,7 +28,7 @@ _HEAD = re.compile(r"(ENTRY )?(%?[\w.\-]+) \(.*\) -> .* \{$")
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all",
          "partition-id", "replica-id", "iota", "optimization-barrier", "domain", "copy-done", "slice-done",
          "async-done", "all-reduce-done", "all-gather-done", "all-to-all-done", "collective-permute-done",
-         "async-update"}  # fmt: skip
+         "async-start", "async-update"}  # fmt: skip
 _READS_PART = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # ops that write in place: index of the update's operand
 
@@ -83,26 +85,6 @@ class Collective:
 
 
 @dataclass
-class _Cost:
-    """The total cost of a run of instructions, in the units of `Counts`."""
-
-    collectives: Counter = field(default_factory=Counter)
-    collective_bytes: Counter = field(default_factory=Counter)
-    flops: float = 0.0
-    traffic: float = 0.0
-    unknown_loops: int = 0
-
-    def add(self, other: "_Cost", times: float | int = 1) -> None:
-        """Add a cost `times` times; its loops of unknown length are added once, as a count of loops in the program."""
-        for collective, number in other.collectives.items():
-            self.collectives[collective] += number * times
-            self.collective_bytes[collective] += other.collective_bytes[collective] * times
-        self.flops += other.flops * times
-        self.traffic += other.traffic * times
-        self.unknown_loops += other.unknown_loops
-
-
-@dataclass
 class _Instruction:
     """One line of a computation: `name = type op(operands), attributes`."""
 
@@ -121,6 +103,18 @@ class _Instruction:
         """The name of what in Python made it; empty if the text does not say."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
+
+    @property
+    def collective(self) -> str | None:
+        """The kind of exchange that it is or begins; None for others."""
+        kind = self.op.removesuffix("-start")
+        return kind if kind in COLLECTIVES else None
+
+    @property
+    def result_bytes(self) -> float:
+        """Bytes of its result; the type of a start op is a tuple of operand and result, of which the larger counts."""
+        sizes = [size for _, size, _ in _arrays(self.type)]
+        return float(max(sizes, default=0.0) if self.op.endswith("-start") else sum(sizes))
 
     @cached_property
     def kernel_estimate(self) -> tuple[float, float] | None:
@@ -161,20 +155,22 @@ def count(text: str, heaviest: int = 5) -> Counts:
       heaviest: the number of instructions with the most traffic to name.
     """
     program = _Program(text)
-    cost = program.cost(program.entry)
-    hidden = Counter()
+    number, num_bytes, hidden, runs = Counter(), Counter(), Counter(), []
     for instruction, times, around in program.instructions(program.entry):
-        if (kind := instruction.op.removesuffix("-start")) in COLLECTIVES:
+        runs.append((times * program.traffic(instruction, around), times, instruction.op_name or instruction.name))
+        if kind := instruction.collective:
+            number[kind] += times
+            num_bytes[kind] += times * instruction.result_bytes
             hidden[kind] += times * program.has_product_before_end(instruction, around)
-    runs = sorted(program.runs(program.entry), key=lambda run: -run[0])
+    flops, traffic = program.cost(program.entry)
     return Counts(
-        collectives=dict(cost.collectives),
-        collective_bytes=dict(cost.collective_bytes),
+        collectives=dict(number),
+        collective_bytes=dict(num_bytes),
         hidden_collectives=dict(hidden),
-        flops=cost.flops,
-        traffic=cost.traffic,
-        unknown_loops=cost.unknown_loops,
-        heaviest=runs[:heaviest],
+        flops=flops,
+        traffic=traffic,
+        unknown_loops=program.unknown_loops(program.entry),
+        heaviest=sorted(runs, key=lambda run: -run[0])[:heaviest],
     )
 
 
@@ -189,18 +185,15 @@ def collectives(text: str) -> list[Collective]:
     program = _Program(text)
     found = []
     for instruction, times, around in program.instructions(program.entry):
-        kind = instruction.op.removesuffix("-start")
-        if kind not in COLLECTIVES:
+        num_devices = _group_size(instruction.rest)
+        if (kind := instruction.collective) is None or num_devices == 1:
             continue
-        sizes = [size for _, size, _ in _arrays(instruction.type)]
-        # The type of a start op is a tuple of operand and result.
-        num_bytes = float(sum(sizes) if instruction.op == kind else max(sizes, default=0.0))
+        num_bytes = instruction.result_bytes
         if kind == "reduce-scatter":
             num_bytes = float(sum(_size(around[operand].type) for operand in instruction.operands if operand in around))
-        if (num_devices := _group_size(instruction.rest)) != 1:
-            is_hidden = program.has_product_before_end(instruction, around)
-            origin = instruction.op_name or instruction.name
-            found.append(Collective(kind, num_bytes, times, num_devices, is_hidden, origin))
+        is_hidden = program.has_product_before_end(instruction, around)
+        origin = instruction.op_name or instruction.name
+        found.append(Collective(kind, num_bytes, times, num_devices, is_hidden, origin))
     return sorted(found, key=lambda collective: -collective.sent)
 
 
@@ -223,7 +216,7 @@ class _Program:
     def __init__(self, text: str):
         self.computations: dict[str, _Computation] = {}
         self.entry = ""
-        self._costs: dict[str, _Cost] = {}
+        self._costs: dict[str, tuple[float, float]] = {}
         with_mark = lambda name: name if name.startswith("%") else f"%{name}"
         for line in text.splitlines():
             if head := _HEAD.match(line):
@@ -246,36 +239,49 @@ class _Program:
         _, _, who = exchange.rest.partition(")")
         return replace(fusion, op="reduce-scatter", rest=fusion.rest + who)
 
-    def cost(self, name: str) -> _Cost:
-        """Return the cost of one run of a computation."""
+    def cost(self, name: str) -> tuple[float, float]:
+        """Return the operations of matrix products, and the bytes of traffic, in one run of a computation."""
         if name not in self._costs:
-            total = _Cost()
-            for instruction in self.computations[name].values():
-                total.add(self._instruction_cost(instruction, self.computations[name]))
-            self._costs[name] = total
+            flops, traffic = 0.0, 0.0
+            for instruction, times, around in self.instructions(name):
+                of_kernel, _ = instruction.kernel_estimate or (0.0, 0.0)
+                products = (self.flops(product, inside) for product, inside in self.products(instruction, around))
+                flops += times * (of_kernel + sum(products))
+                traffic += times * self.traffic(instruction, around)
+            self._costs[name] = flops, traffic
         return self._costs[name]
 
-    def runs(self, name: str) -> Iterator[tuple[float, float | int, str]]:
-        """Yield (bytes, times, origin) for each instruction in one run of a computation, loops included."""
-        for instruction, times, around in self.instructions(name):
-            yield times * self._traffic(instruction, around), times, instruction.op_name or instruction.name
+    def unknown_loops(self, name: str) -> int:
+        """Return how many loops of a computation, and of what it runs, end by data."""
+        count = 0
+        for instruction in self.computations[name].values():
+            count += instruction.op == "while" and self._turns(instruction) is None
+            if inner := self._run_by(instruction):
+                count += self.unknown_loops(inner)
+        return count
 
     def instructions(
         self, name: str, times: float | int = 1
     ) -> Iterator[tuple[_Instruction, float | int, _Computation]]:
         """Yield (instruction, times, the computation it is in) for each one that does something, loops included."""
         for instruction in self.computations[name].values():
-            if instruction.op == "while":
-                turns = self._turns(instruction) or 1
-                yield from self.instructions(instruction.called("body"), times * turns)
-            elif instruction.op == "conditional":
-                num_devices = devices_that_take_turns(instruction.op_name)
-                taken = times if num_devices == 1 else times / num_devices
-                yield from self.instructions(self._dearest_branch(instruction), taken)
-            elif instruction.op == "call" and (inner := instruction.called("to_apply")):
-                yield from self.instructions(inner, times)
-            elif instruction.op not in _FREE and instruction.op != "async-start":
+            if inner := self._run_by(instruction):
+                turns = (self._turns(instruction) or 1) if instruction.op == "while" else 1
+                num_devices = devices_that_take_turns(instruction.op_name) if instruction.op == "conditional" else 1
+                taken = times * turns
+                yield from self.instructions(inner, taken if num_devices == 1 else taken / num_devices)
+            elif instruction.op not in _FREE:
                 yield instruction, times, self.computations[name]
+
+    def _run_by(self, instruction: _Instruction) -> str | None:
+        """Return the computation whose instructions an instruction runs one by one; None where it works by itself."""
+        if instruction.op == "while":
+            return instruction.called("body")
+        if instruction.op == "conditional":
+            return self._dearest_branch(instruction)
+        if instruction.op in ("call", "async-start"):
+            return instruction.called("to_apply") or instruction.called("calls")
+        return None
 
     def _dearest_branch(self, conditional: _Instruction) -> str:
         """Return the branch with the most traffic, of those that do not run rarely."""
@@ -284,37 +290,7 @@ class _Program:
             for name in conditional.branches
             if not any(is_rare(instruction.op_name) for instruction in self.computations[name].values())
         ]
-        return max(
-            often or conditional.branches, key=lambda branch: (self.cost(branch).traffic, self.cost(branch).flops)
-        )
-
-    def _instruction_cost(self, instruction: _Instruction, around: _Computation) -> _Cost:
-        """Return the cost of one run of an instruction, with the computations that it calls."""
-        cost = _Cost()
-        op = instruction.op
-        if op == "while":
-            turns = self._turns(instruction)
-            cost.add(self.cost(instruction.called("body")), turns or 1)
-            cost.unknown_loops += turns is None
-        elif op == "conditional":
-            num_devices = devices_that_take_turns(instruction.op_name)
-            cost.add(self.cost(self._dearest_branch(instruction)), 1 if num_devices == 1 else 1 / num_devices)
-        elif op in ("call", "async-start"):
-            inner = instruction.called("to_apply") or instruction.called("calls")
-            if inner:
-                cost.add(self.cost(inner))
-        collective = op.removesuffix("-start")
-        if collective in COLLECTIVES:
-            # The type of a start op is a tuple of operand and result; the larger of the two is counted.
-            sizes = [size for _, size, _ in _arrays(instruction.type)]
-            cost.collectives[collective] = 1
-            cost.collective_bytes[collective] = float(sum(sizes) if op == collective else max(sizes, default=0.0))
-        if instruction.kernel_estimate:
-            cost.flops += instruction.kernel_estimate[0]
-        cost.flops += sum(self.flops(product, inside) for product, inside in self.products(instruction, around))
-        if op not in _FREE and op != "async-start":
-            cost.traffic += self._traffic(instruction, around)
-        return cost
+        return max(often or conditional.branches, key=lambda branch: self.cost(branch)[::-1])  # traffic, then flops
 
     def _turns(self, loop: _Instruction) -> int | None:
         """Return a loop's number of turns if the compiler knows it, or if it ends by `counter < constant`; else None.
@@ -352,7 +328,7 @@ class _Program:
             if instruction.op.endswith("-done") and start.name in instruction.operands:
                 return False
             called = [*instruction.branches, instruction.called("body")]
-            inner = [name for name in called if name and self.cost(name).flops]
+            inner = [name for name in called if name and self.cost(name)[0]]
             if inner or instruction.kernel_estimate or any(self.products(instruction, around)):
                 return True
         return False
@@ -363,7 +339,7 @@ class _Program:
         operand_types = [around[operand].type for operand in product.operands]
         return 2.0 * elements * _contracted(product, operand_types)
 
-    def _traffic(self, instruction: _Instruction, around: _Computation) -> float:
+    def traffic(self, instruction: _Instruction, around: _Computation) -> float:
         """Return the bytes that an instruction reads from HBM and writes to it."""
         op, operands = instruction.op, instruction.operands
         if instruction.kernel_estimate:
