@@ -1,4 +1,7 @@
-"""The facts that all processes of a run must have alike: versions, folders, settings."""
+"""The facts that all processes of a run must have alike: versions, folders, settings.
+
+Not `multihost_utils.assert_equal`: it runs a program of all devices before versions agree, and names no process.
+"""
 
 import hashlib
 import json
@@ -53,8 +56,7 @@ def agree(store: Store, subject: str, facts: Mapping[str, str]) -> None:
     Raises:
       ValueError: two processes differ; both are named, on every process.
     """
-    store.set(f"facts/{subject}/{store.process_id}", json.dumps(facts).encode())
-    of_process = [json.loads(store.get(f"facts/{subject}/{i}")) for i in range(store.num_processes)]
+    of_process = list(map(json.loads, store.gather(f"facts/{subject}", json.dumps(facts).encode())))
     for name, expected in of_process[0].items():
         for process_id, found in enumerate(of_process):
             if found[name] != expected:

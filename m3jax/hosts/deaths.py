@@ -1,5 +1,7 @@
 """One line where another process dies, in place of the native libraries' own end.
 
+JAX cannot: its `missed_heartbeat_callback` ends in std::bad_cast, `jax_enable_recoverability` aborts with process 0.
+
 JAX's coordination service notices a process that is silent for the time of a heartbeat, and process 0's end at once. It
 then writes a page of text to the standard error and aborts; there is no call to Python. So while a run has several
 processes, what native code writes goes into a file, from which all but that page is passed on, and its SIGABRT is met
@@ -13,7 +15,6 @@ import signal
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from time import sleep
@@ -139,9 +140,3 @@ def dead_line(text: bytes, name_of: Callable[[int], str], own_id: int) -> str | 
         return "not all processes of the run came in time; start all, each with its own --process-id"
     first = next((line for line in text.splitlines() if b"JAX distributed service" in line), b"")
     return first.decode(errors="replace")[-300:]
-
-
-def print_traceback() -> None:
-    """Print the exception that is being handled with its traceback, as Python does at its end."""
-    traceback.print_exc()
-    sys.stderr.flush()

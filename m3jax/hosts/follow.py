@@ -43,13 +43,13 @@ class LeadingEngine(Engine):
 
 def _sent(name: str) -> Callable[..., Any]:
     """Return a method of `LeadingEngine` that sends the call before it makes it."""
-    method = getattr(Engine, name)
-    parameters = signature(method)
+    parameters = signature(getattr(Engine, name))
 
-    @wraps(method)
+    @wraps(getattr(Engine, name))
     def call(self: LeadingEngine, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(super(LeadingEngine, self), name)
         if self._depth:
-            return method(self, *args, **kwargs)
+            return method(*args, **kwargs)
         kwargs, told = dict(parameters.bind(self, *args, **kwargs).arguments), {}  # each argument by its name
         del kwargs["self"]
         if name == "add":
@@ -63,7 +63,7 @@ def _sent(name: str) -> Callable[..., Any]:
         self._channel.send(to_bytes(told))
         self._depth, self.clock = 1, lambda: now
         try:
-            return method(self, **kwargs)
+            return method(**kwargs)
         except _REFUSALS as error:
             if name in ORDERS:
                 self._channel.send(to_bytes({"refused": type(error).__name__}))

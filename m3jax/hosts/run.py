@@ -2,10 +2,10 @@
 
 import argparse
 import os
-import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,14 +16,12 @@ from jax._src import distributed  # the client has no public name
 from m3jax.console import ERROR, is_the_users, print_error
 from m3jax.hosts.agree import agree, folders, versions
 from m3jax.hosts.channel import Channel, Store
-from m3jax.hosts.deaths import NativeOutput, end_in_one_line, print_traceback, takes_last_word
+from m3jax.hosts.deaths import NativeOutput, end_in_one_line, takes_last_word
 from m3jax.hosts.job import Job
+from m3jax.hosts.start import connect
 from m3jax.interrupts import INTERRUPTED
-from m3jax.progress import VARIABLE
 
-_SHUTDOWN_SECONDS = 60
 _GRACE_SECONDS = 2.0  # in which the others read why this process ends, before process 0 takes the store away
-_store: Store | None = None
 
 
 def is_first() -> bool:
@@ -54,93 +52,17 @@ def on_hosts(
     if job is None:
         work(None)
         return
-    output = NativeOutput()
+    store: Store | None = None
+    name_of = lambda process_id: f"process {process_id}" if store is None else store.name_of(process_id)
+    end_in_one_line(prog, NativeOutput(), name_of, job.process_id)
     try:
-        store = _start(job, prog, output)
+        store = connect(job)
+        store.introduce()
         _work_together(prog, store, work, args, paths or {})
     except SystemExit:
         raise
     except BaseException as error:
-        _end_all(error, prog, args.verbose, job)
-
-
-def _start(job: Job, prog: str, output: NativeOutput) -> Store:
-    """Connect this process with the others.
-
-    Raises:
-      ValueError: the coordinator's address is taken, or it or another process does not come in time, or two processes
-        have the same number.
-    """
-    if job.process_id:
-        os.environ[VARIABLE] = "0"  # process 0 says what all wait for
-    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
-    began = time.monotonic()
-    if job.process_id == 0:
-        _check_free(job.coordinator)
-    else:
-        _wait_for_coordinator(job)
-    end_in_one_line(prog, output, lambda i: f"process {i}" if _store is None else _store.name_of(i), job.process_id)
-    try:
-        jax.distributed.initialize(
-            job.coordinator,
-            job.num_processes,
-            job.process_id,
-            local_device_ids=job.local_devices,
-            cluster_detection_method="deactivate",
-            initialization_timeout=max(1, round(job.start_timeout - (time.monotonic() - began))),
-            heartbeat_timeout_seconds=job.heartbeat,
-            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-        )
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(_why_not_started(str(error), job)) from error
-    return Store(distributed.global_state.client, job.process_id, job.num_processes)
-
-
-def _check_free(address: str) -> None:
-    """Raise ValueError if another program listens at the coordinator's port of this host."""
-    port = int(address.rpartition(":")[2])
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ValueError(f"--coordinator {address}: process 0 cannot listen there: {error.strerror}") from None
-
-
-def _wait_for_coordinator(job: Job) -> None:
-    """Return when something listens at the coordinator's address.
-
-    Raises:
-      ValueError: nothing did in time.
-    """
-    host, _, port = job.coordinator.rpartition(":")
-    until, reason = time.monotonic() + job.start_timeout, ""
-    while time.monotonic() < until:
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=5):
-                return
-        except OSError as error:
-            reason = error.strerror or str(error)
-            time.sleep(0.2)
-    raise ValueError(
-        f"process {job.process_id} of {job.num_processes}: no coordinator at {job.coordinator} in "
-        f"{job.start_timeout} s ({reason}): start process 0 there, or name its address"
-    )
-
-
-def _why_not_started(message: str, job: Job) -> str:
-    """Return a line for an error of JAX's start."""
-    if "ALREADY_EXISTS" in message or "ABORTED" in message or "different incarnation" in message:
-        return (
-            f"--process-id {job.process_id}: another process of this run has the same number; give each its own, "
-            f"0 to {job.num_processes - 1}"
-        )
-    if "DEADLINE_EXCEEDED" in message:
-        return (
-            f"not all of {job.num_processes} processes came to {job.coordinator} in {job.start_timeout} s; start all, "
-            "each with its own --process-id"
-        )
-    return f"the processes could not start together: {message.splitlines()[0]}"
+        _end_all(error, prog, args.verbose, job, store)
 
 
 def _work_together(
@@ -151,9 +73,6 @@ def _work_together(
     paths: Mapping[str, str | Path | None],
 ) -> None:
     """Do the work after all processes agree, and end when all have done theirs."""
-    global _store
-    store.introduce()
-    _store = store
     threading.Thread(target=_end_with_others, args=(store, prog), name="m3jax ends together", daemon=True).start()
     agree(store, "versions", versions())
     named = ("model", "draft", "against", "adapter")
@@ -179,13 +98,14 @@ def _end_with_others(store: Store, prog: str) -> None:
         return
     number, _, message = reason.partition(" ")
     if int(number) != store.process_id and takes_last_word():
-        _say_last(f"{prog}: error: {store.name_of(int(number))} ended: {message}")
+        with suppress(OSError):
+            print(f"{prog}: error: {store.name_of(int(number))} ended: {message}", file=sys.stderr, flush=True)
         os._exit(ERROR)
 
 
-def _end_all(error: BaseException, prog: str, verbose: bool, job: Job) -> None:
+def _end_all(error: BaseException, prog: str, verbose: bool, job: Job, store: Store | None) -> None:
     """Print an error, tell the others, and end this process."""
-    if isinstance(error, jax.errors.JaxRuntimeError) and _store is not None:
+    if isinstance(error, jax.errors.JaxRuntimeError) and store is not None:
         # Where another process died in a collective, the line that names it follows within a heartbeat.
         time.sleep(job.heartbeat + 10)
     if not takes_last_word():
@@ -197,18 +117,13 @@ def _end_all(error: BaseException, prog: str, verbose: bool, job: Job) -> None:
         print_error(prog, error, verbose)
     else:
         status, reason = 1, f"{type(error).__name__}: {error}"
-        print_traceback()
-    if _store is not None:
+        traceback.print_exc()
+    if store is not None:
         with suppress(jax.errors.JaxRuntimeError):  # another process was faster
-            _store.set("failed", f"{job.process_id} {reason}".encode())
+            store.set("failed", f"{job.process_id} {reason}".encode())
         time.sleep(_GRACE_SECONDS)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
     # Not `sys.exit`: on its way out JAX would wait for the others.
     os._exit(status)
-
-
-def _say_last(line: str) -> None:
-    with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
