@@ -30,7 +30,7 @@ from m3jax.parallel import as_mesh
 
 # A parameter up to this size is put together on the host and moved at once; a larger one is written
 # in place on its devices, a hub tensor at a time.
-_HOST_BYTES = 16 << 20
+HOST_BYTES = 16 << 20
 
 # A shard of an array: (start, stop) on each axis.
 _Box = tuple[tuple[int, int], ...]
@@ -231,7 +231,7 @@ class _Parameter:
         """
         # Axes of the parameter in front of those of a piece: [L ...], of experts [L E ...].
         stack_axes = len(self.pieces[0][0].index)
-        is_large = prod(self.shape) * self.dtype.itemsize > _HOST_BYTES
+        is_large = prod(self.shape) * self.dtype.itemsize > HOST_BYTES
         buffer_type = _DeviceBuffer if stack_axes and is_large else _HostBuffer
         buffers = [buffer_type(box, devices, self.dtype) for box, devices in self.boxes.items()]
         for target, source in self.pieces:

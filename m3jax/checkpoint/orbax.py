@@ -51,17 +51,17 @@ def save_orbax(model: m3_model.M3, path: str | Path) -> None:
         if model.is_mxfp8:
             config["quantization_config"] = announcement(model.config)
         replace_file(path / "config.json", as_json(config))
-    _wait_for_all("folder is ready")
+    sync_global_devices("m3jax.save_orbax: folder is ready")
     import orbax.checkpoint as ocp  # 0.2 s, of which most programs have no use
 
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path / _UNFINISHED, tree.flatten(model))
-    _wait_for_all("parameters are written")
+    sync_global_devices("m3jax.save_orbax: parameters are written")
     if is_first:
         _sync_tree(path / _UNFINISHED)
         os.rename(path / _UNFINISHED, path / _PARAMETERS)
         sync_folder(path)
-    _wait_for_all("parameters have their name")
+    sync_global_devices("m3jax.save_orbax: parameters have their name")
 
 
 def _sync_tree(folder: Path) -> None:
@@ -74,11 +74,6 @@ def _sync_tree(folder: Path) -> None:
             finally:
                 os.close(descriptor)
         sync_folder(Path(parent))
-
-
-def _wait_for_all(point: str) -> None:
-    if jax.process_count() > 1:
-        sync_global_devices(f"m3jax.save_orbax: {point}")
 
 
 def load_orbax(path: str | Path, mesh: Mesh | None = None) -> m3_model.M3:

@@ -3,9 +3,7 @@
 import json
 import logging
 import re
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -26,7 +24,8 @@ from support.checkpoint_folders import (
 
 from m3jax import checkpoint
 from m3jax import model as m3_model
-from m3jax.checkpoint import CheckpointError, loading, names, tree
+from m3jax.checkpoint import CheckpointError, names, tree
+from m3jax.checkpoint.values import cut
 from m3jax.config import M3Config
 
 CONFIG = tiny_config()
@@ -168,13 +167,24 @@ def test_vision_and_mtp_tensors_are_left_with_a_note(tensors, tmp_path, caplog):
     assert "2 mtp.* tensors are skipped" in caplog.text
 
 
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_spellings_of_the_towers_names(prefix):
+    """Without a prefix they are spelled as with one."""
+    for name, spelled in {
+        "vision_tower.embeddings.proj.weight": "vision_tower.vision_model.embeddings.patch_embedding.weight",
+        "vision_tower.layers.0.mlp.fc1.weight": "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
+        "multi_modal_projector.merge_linear_1.bias": "patch_merge_mlp.linear_1.bias",
+    }.items():
+        assert names.canonical(prefix + name) == (spelled, False)
+
+
 # Values
 
 
 @pytest.mark.parametrize("host_bytes", [16 << 20, 0], ids=["on the host", "in place"])
 def test_values_stand_where_they_belong(host_bytes, folder, tensors, monkeypatch):
     """T47, T53: every parameter is the tensor of the folder, norms as they are stored."""
-    monkeypatch.setattr("m3jax.checkpoint.loading._HOST_BYTES", host_bytes)
+    monkeypatch.setattr("m3jax.checkpoint.loading.HOST_BYTES", host_bytes)
     assert_same(load_parameters(folder), expected_parameters(CONFIG, tensors))
 
 
@@ -218,6 +228,32 @@ def test_a_value_out_of_range_is_an_error(tensors, tmp_path):
     assert np.isfinite(load_parameters(tmp_path)["stacks.0.self_attn.q_proj"]).all()
 
 
+def test_the_largest_value_that_a_dtype_holds():
+    """A float64 may round to the largest float32 and no further; infinities and NaN stay what they are."""
+    largest = float(np.finfo(np.float32).max)
+    target = names.Target("w", (), (4,), (0,), 1)
+    cast = lambda values: cut("w", target, np.array(values), None, ((0, 4),), np.dtype(np.float32))
+    held = [largest, -largest, np.inf, np.nan]
+    np.testing.assert_array_equal(cast(held), np.array(held, np.float32))
+    with pytest.raises(ValueError, match=r"w: a value is beyond the range of float32, at most 3\.40"):
+        cast([1.01 * largest, np.inf, 0, 0])
+
+
+def test_a_model_is_a_copy_of_its_files(tmp_path):
+    """Also where a device could take the file's pages as they are: who writes into the file changes no model."""
+    tensors = random_tensors(CONFIG, np.float32)
+    file = write_folder(tmp_path, CONFIG, tensors) / "model.safetensors"
+    data = file.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    padded = begin + -begin % 64  # spaces behind the header, so that a CPU device could share the memory
+    file.write_bytes((padded - 8).to_bytes(8, "little") + data[8:begin].ljust(padded - 8) + data[begin:])
+    found = tree.flatten(checkpoint.load(tmp_path, dtype="float32", progress=False))
+    with open(file, "r+b") as stream:
+        stream.seek(padded)
+        stream.write(bytes(len(data) - begin))
+    assert_same({name: np.asarray(leaf) for name, leaf in found.items()}, expected_parameters(CONFIG, tensors))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "float8_e4m3fn", ""])
 def test_unknown_dtype_says_what_is_allowed(dtype, folder):
     with pytest.raises(ValueError, match=f"dtype = {dtype!r}: allowed are bfloat16, "):
@@ -233,12 +269,6 @@ def test_progress_bar_is_for_terminals(folder, monkeypatch, capsys):
     checkpoint.load(folder)
     out, err = capsys.readouterr()
     assert out == "" and "loading" in err
-    kinds, bar = [], SimpleNamespace(add_task=lambda name, total: (name, total), advance=lambda *given: given)
-    shown = lambda *columns, **options: kinds.extend(type(each).__name__ for each in columns) or nullcontext(bar)
-    monkeypatch.setattr(loading, "Progress", shown)
-    with loading._progress_bar(70, True) as advance:
-        assert advance(3) == (("loading", 70), 3)
-    assert kinds == ["TextColumn", "BarColumn", "DownloadColumn", "TransferSpeedColumn"]
 
 
 # Faults
@@ -345,6 +375,13 @@ def test_folder_without_weights(folder, tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
         load_parameters(tmp_path)
+
+
+def test_an_error_has_the_first_eight_problems_and_a_short_name():
+    many = CheckpointError("a" * 161, [f"p{number}" for number in range(9)])
+    assert "9 problems\n  p0" in str(many) and len(many.__notes__) == 9 == len(many.problems)
+    assert "a" * 161 not in str(many) and "a" * 160 in str(CheckpointError("a" * 160, ["x"]))
+    assert str(CheckpointError("a", ["x"])).startswith("cannot load the checkpoint a: 1 problem\n  x")
 
 
 def test_faults_are_found_before_anything_is_read(tensors, tmp_path, monkeypatch):

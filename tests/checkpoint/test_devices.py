@@ -47,7 +47,7 @@ def folder(tensors, tmp_path_factory) -> Path:
     ids=["tensor, on the host", "all, on the host", "expert and tensor, in place"],
 )
 def test_each_device_gets_its_slice_and_reads_no_more(axes, host_bytes, folder, tensors, monkeypatch):
-    monkeypatch.setattr("m3jax.checkpoint.loading._HOST_BYTES", host_bytes)
+    monkeypatch.setattr("m3jax.checkpoint.loading.HOST_BYTES", host_bytes)
     mesh = parallel.make_mesh(**axes)
     model, report = checkpoint.load_with_report(folder, mesh=mesh, progress=False)
     leaves, expected = tree.flatten(model), expected_parameters(CONFIG, tensors)

@@ -10,6 +10,7 @@ from support.drafts import CONFIG, draft
 
 from m3jax.assets import embedded_draft_path, embedded_path
 from m3jax.checkpoint import CheckpointError, load_draft, save_draft
+from m3jax.checkpoint.draft import draft_config
 from m3jax.config import M3Config
 
 VARIANTS = {
@@ -161,9 +162,25 @@ def test_a_config_that_does_not_fit_is_refused_with_the_reason(tmp_path, config,
         load_draft(tmp_path, CONFIG)
 
 
+def test_all_that_is_wrong_is_in_the_notes():
+    """The line has the first of many faults; --verbose prints the notes, which have all."""
+    wrong = dict(
+        hidden_size=0, vocab_size=-1, draft_vocab_size=0, num_attention_heads="8", num_key_value_heads=0, head_dim=True,
+        intermediate_size=1.5, rms_norm_eps=-1, rope_theta=0, fc_norm=1, norm_output="yes", norm_before_residual=0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="unsupported draft: ") as caught:
+        draft_config(wrong, CONFIG, {})
+    assert [note.partition(" = ")[0] for note in caught.value.__notes__] == list(wrong)
+    missing = "hidden_size is missing; vocab_size is missing; num_attention_heads is missing; intermediate_size is mis"
+    with pytest.raises(ValueError, match=f"^unsupported draft: {missing}"):
+        draft_config({}, CONFIG, {})
+
+
 def test_a_folder_that_is_none(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no config.json; give a folder of an EAGLE3 draft"):
-        load_draft(tmp_path, CONFIG)
+    (tmp_path / "file").write_bytes(b"")
+    for path in (tmp_path, tmp_path / "none", tmp_path / "file", str(tmp_path / "none")):
+        with pytest.raises(CheckpointError, match=r"no config.json; give a folder of an EAGLE3 draft in the hub's"):
+            load_draft(path, CONFIG)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not valid JSON"):
         load_draft(tmp_path, CONFIG)

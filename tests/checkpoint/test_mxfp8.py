@@ -23,7 +23,9 @@ from support.checkpoint_folders import (
 
 from m3jax import checkpoint, parallel
 from m3jax.checkpoint import CheckpointError, mxfp8, tree
+from m3jax.checkpoint.names import Target
 from m3jax.checkpoint.reader import read_folder
+from m3jax.checkpoint.values import check_range, cut
 from m3jax.config import M3Config
 from m3jax.model import dequantize, quantize
 
@@ -128,7 +130,7 @@ def short_scale_names(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("host_bytes", [16 << 20, 0], ids=["on the host", "in place"])
 @pytest.mark.parametrize("rename", [dict, short_scale_names, merge_experts])
 def test_folder_loads_as_its_bfloat16_twin(rename, host_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr("m3jax.checkpoint.loading._HOST_BYTES", host_bytes)
+    monkeypatch.setattr("m3jax.checkpoint.loading.HOST_BYTES", host_bytes)
     expected = expected_parameters(CONFIG, quantized_folder(tmp_path, rename))
     assert_same(load_parameters(tmp_path), expected)
 
@@ -137,6 +139,39 @@ def test_dequantised_values_are_the_same_in_float32(tmp_path):
     expected = expected_parameters(CONFIG, quantized_folder(tmp_path))
     for path, value in load_parameters(tmp_path, dtype="float32").items():
         assert same_bits(value, expected[path].astype(np.float32)), path
+
+
+def test_a_box_that_cuts_through_blocks_of_a_scale():
+    """Each code has the scale of its own channel, wherever a device's part begins: value by value."""
+    draw = np.random.default_rng(0)
+    codes = draw.integers(0, 120, (6, 96), np.uint8)
+    scales = draw.integers(120, 134, (6, 3), np.uint8)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * 2.0 ** (np.repeat(scales, 32, 1) - 127.0)
+    for dims, perm, box in (
+        ((6, 96), (1, 0), ((20, 70), (1, 5))),
+        ((6, 4, 24), (1, 2, 0), ((1, 3), (5, 24), (0, 6))),  # as of o_proj: heads of 24 channels
+    ):
+        found = cut("w", Target("w", (), dims, perm, 1), codes, scales, box, np.dtype(np.float64))
+        window = [slice(None)] * len(dims)
+        for axis, (start, stop) in zip(perm, box, strict=True):
+            window[axis] = slice(start, stop)
+        np.testing.assert_array_equal(found, values.reshape(dims)[tuple(window)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exponent"), [(np.float16, 16), (ml_dtypes.bfloat16, 128), (np.float32, 128), (np.float64, 128)]
+)
+def test_the_largest_scale_that_a_dtype_holds(dtype, exponent):
+    """Of the largest code, 448; below it no code is too large for the dtype, whatever it is."""
+    codes, dtype = np.full((2, 32), 0x7E, np.uint8), np.dtype(dtype)
+    read = lambda scales: cut("w", Target("w", (), (2, 32), (1, 0), 1), codes, scales, ((0, 32), (0, 2)), dtype)
+    held, too_large = (np.array([[0], [exponent - 9 + above + 127]], np.uint8) for above in (0, 1))
+    assert np.isfinite(read(held).astype(np.float64)).all()
+    check_range("w", codes, held, dtype)
+    with pytest.raises(ValueError, match="w: a value is beyond the range"):
+        read(too_large)
+    with pytest.raises(ValueError, match="w: a value is beyond the range"):
+        check_range("w", codes, too_large, dtype)
 
 
 def test_shards_that_cut_through_scale_blocks(tmp_path):
@@ -159,7 +194,7 @@ def stored(path: Path) -> dict[str, tuple]:
     "host_bytes", [pytest.param(16 << 20, id="on the host"), pytest.param(0, marks=pytest.mark.further, id="in place")]
 )
 def test_kept_weights_stand_for_the_same_model_and_are_saved_byte_for_byte(host_bytes, tmp_path, monkeypatch):
-    monkeypatch.setattr("m3jax.checkpoint.loading._HOST_BYTES", host_bytes)
+    monkeypatch.setattr("m3jax.checkpoint.loading.HOST_BYTES", host_bytes)
     expected = expected_parameters(CONFIG, quantized_folder(tmp_path / "hub"))
     model = checkpoint.load(tmp_path / "hub", progress=False, weights="mxfp8")
     assert_same({path: np.asarray(leaf) for path, leaf in tree.flatten(dequantize(model)).items()}, expected)
@@ -302,6 +337,24 @@ def test_one_error_lists_every_fault_of_scales(tmp_path):
             f"{head}_scale_inv: unexpected, found U8 [96, 2]",
         ]
     )
+
+
+@pytest.mark.parametrize("lost", ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"])
+def test_of_a_lost_file_nothing_is_missing(lost, tmp_path):
+    """A scale or a weight in a file that cannot be read is not missed beside the other one."""
+    quantized_folder(tmp_path)
+    (tmp_path / lost).write_bytes(b"")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(tmp_path, progress=False)
+    (line,) = caught.value.problems
+    assert line.startswith(f"{lost}: truncated or damaged")
+
+
+def test_a_release_leaves_the_gates_of_its_experts_alone():
+    """And of no dense layer, which has none."""
+    ignored = mxfp8.announcement(CONFIG)["ignored_layers"]
+    gates = [f"language_model.model.layers.{layer}.block_sparse_moe.gate" for layer in (2, 3, 4)]
+    assert [name for name in ignored if "layers" in name] == gates
 
 
 def test_another_float8_is_not_taken_for_e4m3(tmp_path):

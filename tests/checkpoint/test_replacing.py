@@ -203,6 +203,20 @@ def test_leftovers_of_others_are_not_ours(tmp_path):
     assert left >= set(others) and not left & set(ours)
 
 
+def test_old_weights_are_the_hub_s_and_those_that_the_index_lists(tmp_path):
+    """Of the folder itself: no folder of such a name, no path elsewhere, and no other kind of file is removed."""
+    folder = tmp_path / "saves"
+    (folder / "folder.safetensors").mkdir(parents=True)
+    for name in ("other.safetensors", "model-00001-of-00002.safetensors", "mine.safetensors", "config.json", "../up"):
+        (folder / name).write_bytes(b"")
+    listed = ["other.safetensors", "gone.safetensors", "folder.safetensors", "../up", "config.json", 7]
+    for index in (json.dumps({"weight_map": dict(enumerate(listed))}), "{", "[]", '{"weight_map": 3}'):
+        (folder / INDEX).write_text(index)
+        write(folder, 1, 1, {})
+        assert set(os.listdir(folder)) == {"folder.safetensors", "mine.safetensors", "config.json", SINGLE}, index
+        assert (tmp_path / "up").is_file()
+
+
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_nothing_is_written_through_a_link(num_files, tmp_path):
     outside = tmp_path / "outside"

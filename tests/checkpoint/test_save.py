@@ -221,15 +221,6 @@ def test_orbax_that_dies_leaves_no_checkpoint_and_the_next_save_is_whole(folder,
             checkpoint.load_orbax(point)
 
 
-def test_processes_that_save_together_wait_for_each_other(monkeypatch):
-    points = []
-    monkeypatch.setattr(orbax, "sync_global_devices", points.append)
-    orbax._wait_for_all("a process alone")
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    orbax._wait_for_all("one of two")
-    assert points == ["m3jax.save_orbax: one of two"]
-
-
 def test_orbax_is_on_the_disk_before_it_has_its_name(folder, tmp_path, monkeypatch):
     synced, at_commit, real_sync, real_rename = set(), [], os.fsync, os.rename
 
@@ -239,43 +230,24 @@ def test_orbax_is_on_the_disk_before_it_has_its_name(folder, tmp_path, monkeypat
 
     def rename(source, target):
         if Path(target).name == "parameters":
-            files = [path for path in [*Path(source).rglob("*"), Path(target).parent / "config.json"] if path.is_file()]
-            at_commit.extend((path.name, path.stat().st_ino in synced) for path in files)
+            written = [*Path(source).rglob("*"), Path(source), Path(target).parent / "config.json"]
+            at_commit.extend((path.name, path.stat().st_ino in synced) for path in written)
         real_rename(source, target)
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "rename", rename)
-    points = []
-    monkeypatch.setattr(orbax, "_wait_for_all", lambda point: points.append((point, sorted(os.listdir(target)))))
+    points, opened = [], os.listdir("/proc/self/fd")
+    wait = lambda point: points.append((point.removeprefix("m3jax.save_orbax: "), sorted(os.listdir(target))))
+    monkeypatch.setattr(orbax, "sync_global_devices", wait)
     target = tmp_path / "new" / "orbax"  # both folders are made
     checkpoint.save_orbax(checkpoint.load(folder, progress=False), target)
+    assert len(os.listdir("/proc/self/fd")) == len(opened)
     # Every process waits for the others before each step that needs the one before it, and before it returns.
     assert points == [
         ("folder is ready", ["config.json"]), ("parameters are written", ["config.json", "parameters.unfinished"]),
         ("parameters have their name", ["config.json", "parameters"]),
     ]  # fmt: skip
     assert len(at_commit) > 3 and all(is_synced for _, is_synced in at_commit), at_commit
-
-
-def test_a_tree_is_synced_file_by_file(tmp_path, monkeypatch):
-    """And folder by folder; nothing stays open."""
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    for name in ("x", "a/y", "a/b/z"):
-        (tmp_path / name).write_text("")
-    synced, opened = [], os.listdir("/proc/self/fd")
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    orbax._sync_tree(tmp_path)
-    assert sorted(synced) == sorted(map(str, [tmp_path, *tmp_path.rglob("*")]))
-    assert len(os.listdir("/proc/self/fd")) == len(opened)
-
-
-def test_processes_wait_for_each_other_where_there_are_several(monkeypatch):
-    waited = []
-    monkeypatch.setattr(orbax, "sync_global_devices", waited.append)
-    for count in (1, 2):
-        monkeypatch.setattr(jax, "process_count", lambda count=count: count)
-        orbax._wait_for_all(f"point {count}")
-    assert waited == ["m3jax.save_orbax: point 2"]
 
 
 # The independent writer
