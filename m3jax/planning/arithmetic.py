@@ -238,7 +238,7 @@ def decode(job: Job, sizes: dict[str, int]) -> Work:
     """Return the work of one decoded token for every row at the end of its context; with a draft, of one round."""
     tokens = 1 + (DRAFT_TOKENS if job.draft else 0)
     work = _forward(job, sizes, rows=job.batch, tokens=tokens)
-    return work if job.draft is None else work + _drafting(job, sizes)
+    return work if job.draft is None else work + drafting(job, sizes)
 
 
 def prefill(job: Job, sizes: dict[str, int]) -> Work:
@@ -333,7 +333,7 @@ def _attention(job: Job, sizes: dict[str, int], rows: int, tokens: int) -> Work:
     return Work(flops, kv_bytes + index_bytes, ring(score_bytes + output_bytes, shards))
 
 
-def _drafting(job: Job, sizes: dict[str, int]) -> Work:
+def drafting(job: Job, sizes: dict[str, int]) -> Work:
     """Return the work of `DRAFT_TOKENS` steps of the draft for every row: its weights, and its dense attention."""
     draft, mesh, itemsize = job.draft, planned_mesh(sizes), np.dtype(job.dtype).itemsize
     model = abstract_draft(draft, job.dtype, mesh)
