@@ -9,7 +9,6 @@ from m3jax.planning import hlo
 
 QUICK = {"xla_backend_optimization_level": 0}
 
-# A program's text
 PROGRAM = """HloModule m
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -210,7 +209,6 @@ def test_what_another_thread_of_the_device_computes_counts():
         assert hlo.count(FUSIONS.replace("LINE", line)).traffic == 2 * 4 * 8
 
 
-# Counting
 LOOPS = """HloModule counted, entry_computation_layout={()->f32[]}
 
 %cond (p: (s32[], f32[4,8])) -> pred[] {

@@ -2,7 +2,6 @@
 
 from m3jax.planning.report import as_text
 
-# The report
 LEAST = dict(flops=2.5e12, traffic=3.25e9, sent=4e6, seconds=0.0123, by=dict(compute=0.01, memory=0.0123, links=0.001))
 
 

@@ -168,12 +168,6 @@ PLANTED = {
         dense,
         "it is dense attention",
     ),
-    "lse in units of log 2": (
-        "sparse_attention/prefill",
-        "lse",
-        lambda x, rule: x["lse"] / np.log(2),
-        "numbers differ beyond",
-    ),
     "a row that sees nothing has a number": (
         "sparse_attention/unused_slots",
         "lse",
@@ -482,8 +476,47 @@ def whole_head(x, rule):
     return np.concatenate([turned.real, turned.imag], axis=-1)[0, x["picked"][:, 0], x["picked"][:, 1]]
 
 
+def heads_in_order(x, kv):
+    """Attention of query heads that read KV heads kv [N], and their blocks."""
+    order, operands = np.argsort(kv, kind="stable"), ("k", "v", "positions", "lengths", "blocks")
+    attention = importlib.import_module("m3_numpy").attention
+    out, _ = attention(x["q"][:, :, order], *(x[name] for name in operands), 4)
+    return out[:, :, np.argsort(order)]
+
+
+def read_on(x, rule):
+    """Attention in which every token of a chosen block is read, as far as the row goes."""
+    out = np.zeros(x["q"].shape)
+    for b, t, n in np.argwhere(np.repeat(x["positions"][..., None] >= 0, 6, axis=-1)):
+        seen = np.flatnonzero(np.isin(np.arange(x["lengths"][b]) // 4, x["blocks"][b, n // 3, t]))
+        weight = np.exp(x["k"][b, seen, n // 3] @ x["q"][b, t, n] / 4)
+        out[b, t, n] = weight @ x["v"][b, seen, n // 3] / weight.sum()
+    return out
+
+
+def without_own(x, rule):
+    return np.where(x["blocks"] == (x["positions"] // 4)[:, None, :, None], -1, x["blocks"])
+
+
+def best_three(x, end):
+    """The three best blocks, by stored scores, before `end` of each query's own block."""
+    found = np.full(x["blocks"].shape, -1)
+    for b, k, t in np.argwhere(np.repeat(x["positions"][:, None] >= 0, 2, axis=1)):
+        best = sorted(range(end(x["positions"][b, t] // 4)), key=lambda m: -x["block_scores"][b, k, t, m])[:3]
+        found[b, k, t, : len(best)] = best
+    return found
+
+
+def pooled_then_masked(x, rule):
+    """Block scores with the tokens after the query in its own block, as far as the row goes."""
+    token = np.einsum("btki,bsi->bkts", x["index_q"], np.pad(x["index_k"], [(0, 0), (0, 3), (0, 0)]))
+    token = np.where(np.arange(44) < x["lengths"][:, None, None, None], token, -np.inf)
+    return np.where(np.isneginf(x["block_scores"]), -np.inf, token.reshape(2, 2, 41, 11, 4).max(-1))
+
+
+PREFILL = "sparse_attention/prefill"
 # Words of the report: the case, the output that is spoilt, and how: written without a look at `vectors/mistakes.py`.
-PROVEN_BY_GROUP = {
+PROVEN = {
     "without alpha, as SiLU (T42)": ("experts/activation", "activated", grid(lambda g, u, top, _: silu(g, u, top, 1))),
     "without its clamps (T42)": ("experts/activation", "activated", grid(lambda g, u, top, a: silu(g, u, 1e9, a))),
     "not above alone (T42)": (
@@ -507,89 +540,37 @@ PROVEN_BY_GROUP = {
     "newest keys are not read (T48)": ("shards/draft_rows", "shard_lse", fewer_keys_by_draft_row),
     "pages are read as [tokens, heads]": ("exchange/resharded_1_to_4", "k_shards_after", misread_pages),
     "device r has heads r, r + R": ("exchange/resharded_4_to_2", "k_shards_after", heads_dealt_in_turn),
-}
-
-
-def heads_in_order(x, kv):
-    """Attention of query heads that read KV heads kv [N], and their blocks."""
-    order, operands = np.argsort(kv, kind="stable"), ("k", "v", "positions", "lengths", "blocks")
-    attention = importlib.import_module("m3_numpy").attention
-    out, _ = attention(x["q"][:, :, order], *(x[name] for name in operands), 4)
-    return out[:, :, np.argsort(order)]
-
-
-def read_on(x):
-    """Attention in which every token of a chosen block is read, as far as the row goes."""
-    out = np.zeros(x["q"].shape)
-    for b, t, n in np.argwhere(np.repeat(x["positions"][..., None] >= 0, 6, axis=-1)):
-        seen = np.flatnonzero(np.isin(np.arange(x["lengths"][b]) // 4, x["blocks"][b, n // 3, t]))
-        weight = np.exp(x["k"][b, seen, n // 3] @ x["q"][b, t, n] / 4)
-        out[b, t, n] = weight @ x["v"][b, seen, n // 3] / weight.sum()
-    return out
-
-
-def best_three(x, end):
-    """The three best blocks, by stored scores, before `end` of each query's own block."""
-    found = np.full(x["blocks"].shape, -1)
-    for b, k, t in np.argwhere(np.repeat(x["positions"][:, None] >= 0, 2, axis=1)):
-        best = sorted(range(end(x["positions"][b, t] // 4)), key=lambda m: -x["block_scores"][b, k, t, m])[:3]
-        found[b, k, t, : len(best)] = best
-    return found
-
-
-def pooled_then_masked(x):
-    """Block scores with the tokens after the query in its own block, as far as the row goes."""
-    token = np.einsum("btki,bsi->bkts", x["index_q"], np.pad(x["index_k"], [(0, 0), (0, 3), (0, 0)]))
-    token = np.where(np.arange(44) < x["lengths"][:, None, None, None], token, -np.inf)
-    return np.where(np.isneginf(x["block_scores"]), -np.inf, token.reshape(2, 2, 41, 11, 4).max(-1))
-
-
-# Words of the report, the output that is spoilt, and how: written without a look at `vectors/mistakes.py`.
-PROVEN = {
-    "the own block is missing": (
-        "blocks",
-        lambda x: np.where(x["blocks"] == (x["positions"] // 4)[:, None, :, None], -1, x["blocks"]),
+    "the own block is missing": (PREFILL, "blocks", without_own),
+    "the own block is missing, and one more": (PREFILL, "blocks", lambda x, rule: best_three(x, lambda own: own)),
+    "kept only if its score is among the best": (PREFILL, "blocks", lambda x, rule: best_three(x, lambda own: own + 1)),
+    "count in its own block's score (T2)": (PREFILL, "block_scores", pooled_then_masked),
+    "attention has no causal mask": (PREFILL, "out", read_on),
+    "are not divided by the root": (
+        PREFILL,
+        "lse",
+        lambda x, rule: again(x, rule, "sparse_attention", q=4 * x["q"])["lse"],
     ),
-    "the own block is missing, and one more": ("blocks", lambda x: best_three(x, lambda own: own)),
-    "kept only if its score is among the best": ("blocks", lambda x: best_three(x, lambda own: own + 1)),
-    "count in its own block's score (T2)": ("block_scores", pooled_then_masked),
-    "attention has no causal mask": ("out", read_on),
-    "are not divided by the root": ("lse", lambda x: again(x, RULE, "sparse_attention", q=4 * x["q"])["lse"]),
-    "reads KV head n % K and its blocks": ("out", lambda x: heads_in_order(x, np.arange(6) % 2)),
-    "the LSE is in units of log 2": ("lse", lambda x: x["lse"] / np.log(2)),
+    "reads KV head n % K and its blocks": (PREFILL, "out", lambda x, rule: heads_in_order(x, np.arange(6) % 2)),
+    "the LSE is in units of log 2": (PREFILL, "lse", lambda x, rule: x["lse"] / np.log(2)),
 }
-RULE = {"block_size": 4, "top_k": 3}
 
 
 @pytest.mark.parametrize("words", PROVEN)
-def test_a_mistake_is_named_where_it_gives_what_was_found(words, tmp_path, capsys):
-    """An output in float32; one that is wrong in one more place gets no such name."""
-    check_numpy = importlib.import_module("check_numpy")
-    tensor, plant = PROVEN[words]
-    stored = check_numpy.read_safetensors(STORED / "sparse_attention" / "prefill.safetensors")
-    wrong = plant({name: array for name, (_, array) in stored.items()})
-    wrong_too = wrong.copy()
-    wrong_too[0, 1, 0] = 0
-    for value, is_named in ((wrong, True), (wrong_too, False)):
-        value = np.ascontiguousarray(value.astype(np.int32 if tensor == "blocks" else np.float32))
-        (tmp_path / "mine.safetensors").write_bytes(packed({f"sparse_attention/prefill/{tensor}": value}))
-        assert check_numpy.main([str(STORED), str(tmp_path), "--only", "sparse_attention"]) == 1
-        line = capsys.readouterr().out.splitlines()[0]
-        assert (words in line) == is_named, line
+def test_a_mistake_is_named_where_it_is_proven(words, tmp_path, capsys):
+    """T42, T43, T44, T45, T46, T48, T49: the mistake that gives all of an output is named, and no other one is.
 
-
-@pytest.mark.parametrize("words", PROVEN_BY_GROUP)
-def test_a_mistake_of_another_group_is_named_where_it_is_proven(words, tmp_path, capsys):
-    """T42, T43, T44, T45, T46, T48, T49: the mistake that gives all of an output is named, and no other one is."""
+    An output that is wrong in one more place gets no such name.
+    """
     check_numpy = importlib.import_module("check_numpy")
-    label, tensor, plant = PROVEN_BY_GROUP[words]
+    label, tensor, plant = PROVEN[words]
     (case,) = (case for case in stored_cases() if f"{case['group']}/{case['name']}" == label)
     stored = check_numpy.read_safetensors(STORED / case["file"])
     wrong = plant({name: array for name, (_, array) in stored.items()}, case["rule"])
+    kind = wrong.dtype if wrong.dtype == np.uint8 else np.int32 if tensor == "blocks" else np.float64
     wrong_too = wrong.copy()
     wrong_too[(0,) * wrong.ndim] += 1
     for value, is_named in ((wrong, True), (wrong_too, False)):
-        value = np.ascontiguousarray(value if value.dtype == np.uint8 else value.astype(np.float64))
+        value = np.ascontiguousarray(value.astype(kind))
         (tmp_path / "mine.safetensors").write_bytes(packed({f"{label}/{tensor}": value}))
         assert check_numpy.main([str(STORED), str(tmp_path), "--only", case["group"]]) == 1
         line = capsys.readouterr().out.splitlines()[0]
