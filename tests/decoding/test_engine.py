@@ -22,7 +22,6 @@ from support.generation import LETTERS, tokenizer
 from m3jax.completion import generate_text
 from m3jax.decoding import Engine, Generation, Params, device, engine_for
 from m3jax.decoding.engine.compiling import compile_all
-from m3jax.decoding.engine.request import Request
 from m3jax.decoding.engine.runner import Runner
 from m3jax.model import M3
 from m3jax.progress import Activity
@@ -419,12 +418,3 @@ def test_nan_logits_end_one_request_and_free_its_pages():
     finish(served)
     assert served.result(other) == alone(*safe[0])
     assert served.result(next_one) == alone(*safe[1])
-
-
-def test_keys_of_a_few_tokens_are_those_of_all():
-    """The scheduler asks for those that a call has written, and a prompt may be long."""
-    request = Request(0, (5, 6, 7), params(), prompt_keys=(50, 60, 70), new=[8, 9])
-    assert request.keys == (50, 60, 70, 8, 9) and request.uncached == 5
-    for start in range(6):
-        for end in range(start, 6):
-            assert request.keys_between(start, end) == request.keys[start:end]

@@ -9,7 +9,7 @@ import pytest
 from support import tiny
 from support.engines import CONFIG, SIZE, engine, finish, params, poison, prompt, quick, serve
 
-from m3jax.decoding.engine import Snapshot
+from m3jax.decoding.engine import Snapshot, UnknownPages
 
 WORK = prompt(45), params(20, temperature=0.8, seed=5)
 
@@ -87,6 +87,57 @@ def test_known_pages_are_not_sent_twice():
     target.check()
     finish(target)
     assert target.result(first).tokens == target.result(moved).tokens == alone().tokens
+
+
+def test_pages_that_the_target_knows_may_be_left_out():
+    """What they hold in the snapshot means nothing then; a target that knows fewer refuses it and changes nothing."""
+    source, handle = half_way(7)
+    target, snapshot = engine(model()), source.export(handle)
+    left_out = 4 * SIZE
+    nothing = lambda x: None if x is None else np.concatenate([np.full_like(x[:, :4], np.nan), x[:, 4:]], axis=1)
+    pages = [[tuple(map(nothing, stack)) for stack in group] for group in snapshot.pages]
+    serve(target, ((*WORK[0][: 3 * SIZE], 1), params(2)))  # one page less
+    before = target.pages["free"], target.pages["used"]
+    with pytest.raises(UnknownPages, match="32 tokens were left out of the snapshot's pages, and 24 are known here"):
+        target.import_request(replace(snapshot, pages=pages), left_out=left_out)
+    target.check()
+    assert (target.pages["free"], target.pages["used"]) == before and not target.busy
+    serve(target, ((*WORK[0][: 4 * SIZE], 1), params(2)))
+    assert target.known_tokens(WORK[0]) == left_out
+    moved = target.import_request(replace(snapshot, pages=pages), left_out=left_out)
+    finish(target)
+    assert target.result(moved).tokens == alone().tokens
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 100])
+def test_pages_of_a_prompt_can_be_taken_while_the_rest_is_read(length):
+    """Whole pages that were read, the last one in part at the end; at most eight, from whichever is asked for."""
+    served, tokens = engine(model()), prompt(length)
+    handle, found = served.add(tokens, params(9)), []
+    assert served.export_pages(handle) == (0, None)
+    is_going_on = True
+    while is_going_on:
+        is_going_on = served.prefill(decode_follows=False)
+        read = served.prompt_progress(handle)[1]
+        ready = read // SIZE if is_going_on else -(-length // SIZE)
+        while len(found) < ready:
+            count, group = served.export_pages(handle, first=len(found))
+            assert count == min(8, ready - len(found))
+            found += [[x[:, place] for stack in group for x in stack if x is not None] for place in range(count)]
+        assert served.export_pages(handle, first=ready) == (0, None)
+    whole = [x for group in served.export(handle).pages for x in _by_page(group)]
+    for page, (arrays, expected) in enumerate(zip(found, whole, strict=False)):
+        filled = min(SIZE, length - page * SIZE)
+        for x, y in zip(arrays, expected, strict=True):  # [L K P H] or [L P I]
+            np.testing.assert_array_equal(x[..., :filled, :], y[..., :filled, :])
+    served.step()
+    assert served.export_pages(handle, first=-(-length // SIZE)) == (0, None)  # new tokens' pages are not the prompt's
+
+
+def _by_page(group):
+    """Yield the arrays of each page of a snapshot's entry."""
+    arrays = [x for stack in group for x in stack if x is not None]
+    yield from ([x[:, place] for x in arrays] for place in range(8))
 
 
 def test_another_cache_is_refused():

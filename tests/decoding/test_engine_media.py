@@ -13,9 +13,10 @@ from support.fake_seer import IMAGE, VIDEO, FakeSeer, seeing_config
 from support.media import noise_patches
 
 from m3jax.decoding import Engine, Media, engine_for
-from m3jax.decoding.engine.media import FeatureRows, Placer
+from m3jax.decoding.engine.media import FeatureRows, PlacedSegment, Placer, prefix_keys
 from m3jax.decoding.engine.scheduler import Scheduler
 from m3jax.media import batch, feature_places
+from m3jax.media.packing import Segment
 from m3jax.media.placeholders import PlaceholderIds
 
 CONFIG = seeing_config(index_block_size=4, max_position_embeddings=128)
@@ -180,20 +181,29 @@ def test_features_that_a_prompt_needs_are_not_dropped():
     assert served.media["dropped"] > 0
 
 
-def test_rows_of_what_was_used_last_stay():
-    """Whole segments leave, the least recently used first, those that must stay never; too few rows change nothing."""
-    kept = FeatureRows(10)
-    first, second = kept.take(1, 4, set()), kept.take(2, 4, set())
-    assert sorted([*first, *second]) == sorted(set(first) | set(second))
-    np.testing.assert_array_equal(kept.rows(1), first)  # a use
-    third = kept.take(3, 4, {1})
-    assert (1 in kept, 2 in kept, 3 in kept) == (True, False, True)
-    assert not set(third) & set(first)
-    before = kept.statistics()
-    assert kept.take(4, 7, {1}) is None
-    assert kept.statistics() == before and 3 in kept
-    kept.take(4, 3, {3})
-    assert 1 not in kept and 3 in kept
+def test_rows_of_features_are_given_to_the_segment_used_last():
+    rows = FeatureRows(5)
+    first, second = rows.take(1, 2, ()).tolist(), rows.take(2, 3, ()).tolist()
+    assert (first, second) == ([0, 1], [2, 3, 4])
+    assert rows.take(3, 4, (1, 2)) is None and rows.take(3, 4, (2,)) is None  # two rows are not enough
+    assert rows.statistics() == dict(rows=5, used=5, segments=2, computed=2, dropped=0)
+    assert rows.rows(1).tolist() == [0, 1]  # a use: now the second is the oldest
+    assert set(rows.take(3, 2, ()).tolist()) <= {2, 3, 4}
+    assert 1 in rows and 2 not in rows and 3 in rows
+    assert rows.statistics() == dict(rows=5, used=4, segments=2, computed=3, dropped=1)
+    rows.forget()
+    assert rows.statistics() == dict(rows=5, used=0, segments=0, computed=3, dropped=3)
+    assert sorted(rows.take(4, 5, ()).tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_a_segment_is_where_its_features_are():
+    patches = np.zeros((12, 3), np.float32)
+    placed = PlacedSegment(Segment(patches, (1, 2, 6), False), np.array([4, 5, 7], np.int32), 10)
+    assert placed.segment.features == 3 and placed.keys.tolist() == [-12, -13, -14]
+    inside = [placed.is_in(*part) for part in ((0, 4), (0, 5), (7, 8), (8, 9), (5, 6), (6, 7))]
+    assert inside == [False, True, True, False, True, True]
+    assert prefix_keys((1, 2, 3, 4, 9, 9, 5, 9), [placed]) == (1, 2, 3, 4, -12, -13, 5, -14)
+    assert prefix_keys((1, 2), ()) == (1, 2)
 
 
 def test_a_step_waits_for_no_tower_that_others_need():
@@ -344,20 +354,6 @@ def test_wrong_media_is_one_line_and_disturbs_nobody(match):
     assert served.pages == pages
     finish(served)
     assert_plain(served, other, of(1))
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        (dict(media_patches=6), "media_patches = 6: a feature has 4 patches"),
-        (dict(media_patches=(8, 0)), r"media_patches\[0\] = 0"),
-        (dict(media_tokens=39), "media_tokens = 39: a chunk of 8 tokens can need 40 features"),
-    ],
-    ids=str,
-)
-def test_wrong_sizes(changes, match):
-    with pytest.raises(ValueError, match=match):
-        engine(**changes)
 
 
 def test_a_model_without_a_tower():

@@ -23,7 +23,8 @@ def test_a_prompt_compiles_the_sizes_of_prefill_that_it_needs():
     """A size that was left out of warm-up comes with the first prompt that needs it; what is cached counts."""
     served = Engine(FakeModel.random(), pages=32, max_batch=1, prefill_chunk=(8, 16, 32, 64), max_length=256)
     served.warmup(programs=("prefill", "decode"), longest=8)
-    names = []
+    names, compiled_in = [], served.timings.compile_seconds
+    assert compiled_in > 0
     watch = lambda name: names.append(name) or nullcontext()
     shared = prompt(80, seed=1)
     # Of 60 tokens the prompt before has 48, in whole pages. 90 are 64 and 26.
@@ -35,6 +36,8 @@ def test_a_prompt_compiles_the_sizes_of_prefill_that_it_needs():
             served.warmup_for(handle, watch)
             served.warmup_for(handle, watch)
         assert names == [f"prefill of 1 x {size} tokens" for size in sizes] and bool(seen) == bool(sizes)
+        assert (served.timings.compile_seconds > compiled_in) == bool(sizes)
+        compiled_in = served.timings.compile_seconds
         with compilations() as seen:
             finish(served)
         assert seen == [] and len(served.result(handle).tokens) == 2
@@ -57,8 +60,11 @@ def test_the_end_of_a_prompt_takes_two_small_calls_rather_than_one_that_is_hardl
         assert of_engine.prefill_size(tokens) == size
         tokens -= size
     assert tokens <= 0
-    near = shapes.Shapes(batch=1, prompts=1, chunks=(8, 16), steps=1, stop_ids=1)
+    near = shapes.Shapes(batch=1, prompts=1, chunks=(8, 16), steps=4, stop_ids=1, media_patches=(4, 16))
     assert [near.prefill_size(count) for count in (8, 9, 16, 40)] == [8, 16, 16, 16]
+    assert near.prefill_sizes(None) == (8, 16) and near.prefill_sizes(0) == ()
+    assert [near.tower_size(patches) for patches in (1, 4, 5, 16)] == [4, 4, 16, 16]
+    assert near.tokens == 4 and replace(near, draft_tokens=2).tokens == 12
 
 
 def test_what_is_recorded_and_scored_has_programs_of_its_own(monkeypatch):
@@ -165,13 +171,6 @@ def test_fewer_rows_decode_in_smaller_calls_and_get_what_they_get_in_the_largest
 def test_the_smallest_call_that_holds_the_rows_is_taken():
     of_engine = shapes.Shapes(batch=5, prompts=1, chunks=(16,), steps=1, stop_ids=1, decode_rows=(1, 3))
     assert [of_engine.decode_size(rows) for rows in range(1, 6)] == [1, 3, 3, 5, 5]
-    fake = FakeModel.random()
-    for wrong, says in (
-        ((5,), "decode_rows has 5: must be below max_batch, which is 5"),
-        ((0,), r"decode_rows\[0\] = 0"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            Engine(fake, pages=64, max_batch=5, decode_rows=wrong)
 
 
 @pytest.mark.further

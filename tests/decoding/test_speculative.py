@@ -72,8 +72,12 @@ def test_any_proposals_give_the_plain_tokens(name):
     """
     drafter = {"right": ALL, "wrong": NONE, "mixed": SOME}[name]
     served = drafted(drafter)
-    assert_plain(serve(served, *WORK))
+    results = serve(served, *WORK)
+    assert_plain(results)
     done = served.drafting
+    # Each request has its share of the engine's counts.
+    assert sum(result.accepted for result in results) == sum(done.accepted)
+    assert sum(result.drafted for result in results) == KNOWS * done.forwards
     if name == "wrong":
         assert done.accepted == (0,) * KNOWS and done.mean_length == 1
     alone = drafted(drafter)

@@ -3,6 +3,7 @@
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
@@ -12,6 +13,7 @@ from support.engines import CONFIG, SHAPE, finish, params, prompt, quick
 
 from m3jax.decoding import Engine, Generation, Steer
 from m3jax.decoding.engine import Snapshot
+from m3jax.decoding.steering import steering_of
 from m3jax.model import M3
 
 CAPTURED = ("embedding", "layers.0.attention_out", "layers.1.q", "layers.1.block_scores", "layers.1.blocks",
@@ -112,6 +114,23 @@ def steers(row: int) -> dict[str, Steer]:
         {STEERED[0]: Steer(scale=1.5)},
     )
     return kinds[row % 4]
+
+
+def test_a_row_is_steered_by_its_vectors():
+    """`scale` (x - (x . u) u) + `add`; a row without a Steer keeps its bits."""
+    steer = Steer(add=[1.0, 0.0, 0.0], scale=2.0, without=[0.0, 3.0, 0.0])
+    edits = [None, {"a": steer, "b": Steer(scale=0.5)}, {"b": Steer(add=[0.0, 0.0, 4.0])}]
+    found = steering_of(edits, ("a", "b"), 3, False)
+    assert found["a"].is_steered.tolist() == [False, True, False]
+    assert found["b"].is_steered.tolist() == [False, True, True]
+    x = jnp.asarray(np.float32(np.arange(1, 19).reshape(3, 2, 3)))
+    expected = np.array(x)
+    expected[1] = 2 * expected[1] * [1, 0, 1] + [1, 0, 0]
+    np.testing.assert_allclose(found["a"](x), expected)
+    expected = np.array(x)
+    expected[1], expected[2] = expected[1] / 2, expected[2] + [0, 0, 4]
+    np.testing.assert_allclose(found["b"](x), expected)
+    assert found["b"](x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_rows_are_steered_each_by_its_own_vectors():
