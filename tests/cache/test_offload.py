@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import tiny
 from support.compilations import compilations
-from support.engines import CONFIG, SIZE, engine, finish, params, preemptions, prompt, quick, serve
+from support.engines import CONFIG, SIZE, engine, finish, params, preemptions, prompt, quick, runner_of, serve
 
 import m3jax
 from m3jax.cache import Cache, HostMemory
@@ -148,12 +148,12 @@ def test_only_selected_pages_move():
     seen = []
     for _ in range(10):
         before = served.offload
-        served._runner.read(served._runner.launch(1))
+        runner_of(served).read(runner_of(served).launch(1))
         now = served.offload
         misses, moved = (now[name] - before[name] for name in ("misses", "bytes_in"))
         chosen = misses + now["hits"] - before["hits"]
         assert 2 * HEADS * layers <= chosen <= 2 * HEADS * TOP_K * layers
-        page = served._runner.host.page_bytes
+        page = runner_of(served).host.page_bytes
         assert misses * page <= moved <= misses * GROUP * page
         seen.append(misses)
     assert 0 < sum(seen) < 10 * HEADS * TOP_K * layers  # the pool keeps what was used last
@@ -165,7 +165,7 @@ def test_only_selected_pages_move():
 def test_host_memory_is_where_it_is_read_from():
     """Overwritten pages change what comes out, but those that nobody selects do not."""
     served = engine(model(), **NARROW, device_pages=10, host_memory="numpy")  # the programs of `narrow`
-    memory = next(pages.kv for pages in served._runner.host.pages if pages is not None)
+    memory = next(pages.kv for pages in runner_of(served).host.pages if pages is not None)
     memory[:] = np.nan
     (clean,) = serve(served, (prompt(100, 5), params(12)))
     assert np.isfinite(clean.logprobs).all()

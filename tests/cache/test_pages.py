@@ -104,17 +104,15 @@ class Pool:
         for handle, tokens in requests.items():
             assert self.pages.tokens(handle) == tuple(tokens)
             assert self.read(handle, len(tokens)) == contents(tokens)
-        for page, node in self.pages._prefix.nodes.items():
-            chain = []
-            while node.parent is not None:
-                chain, node = [*node.tokens, *chain], node.parent
+        for chain, page in self.state()["known"].items():
             assert self.memory[page].tolist() == contents(chain)[-self.pages.page_size :]
+
+    def state(self):
+        return pool_definition.state_of(self.pages.allocator)
 
     def snapshot(self):
         """All that a call which fails must leave as it was."""
-        p = self.pages
-        tables = {h: (p.tokens(h), p.table(h, p.num_pages).tolist()) for h in p._sequences}
-        return p.statistics(), p.free, list(p._prefix.unused), sorted(p._prefix.nodes), tables
+        return self.pages.statistics(), copy.deepcopy(self.state())
 
     def hits(self, tokens):
         """Return how many tokens of a prompt are in the cache; asking counts as a use of their pages."""
@@ -359,7 +357,7 @@ def test_pages_that_are_held_are_named_with_their_tokens(share):
     pool.reserve(handle, 5)
     pool.pages.fork(handle)
     first, second = pool.pages.pages_of(handle)
-    known = [(page, (9,) * 4) for page in pool.pages._prefix.unused] + [(first, (1, 2, 3, 4))] if share else []
+    known = [(page, (9,) * 4) for page in pool.state()["cached"]] + [(first, (1, 2, 3, 4))] if share else []
     assert len(known) == 2 * share
     assert sorted(pool.pages.held()) == sorted([*known, *[(first, (1, 2, 3, 4)), (second, (5, 6))] * 2])
 
@@ -423,42 +421,51 @@ def test_bad_input(message):
     pool.verify(held)
 
 
+class Parts:
+    """The lists of an allocator that its check compares: there is no public way to break one."""
+
+    def __init__(self, allocator):
+        self.allocator, self.free, self.users = allocator, allocator._free, allocator._users
+        self.prefix, self.sequences = allocator._prefix, allocator._sequences
+        self.drop, self.open = allocator._drop, allocator._open
+
+
 # Pages 0 and 1 and half of 2 belong to request 0, of them 0 and 1 are registered; 3 and 4 are cached, 5 is free.
 BROKEN = {
-    "page 2 counts 2 users and has 1": lambda p: p._users.__setitem__(2, 2),
-    "page 0 is 1 times free, 0 cached, 1 used": lambda p: p._free[0].append(0),
-    "page 5 is 0 times free, 0 cached, 0 used": lambda p: p._free[0].remove(5),
-    "page 5 is 2 times free": lambda p: p._free[0].append(5),
-    "pages .6. are not in the pool": lambda p: p._free[0].append(6),
-    "devices have .2. unused pages, and .1. are counted": lambda p: p._prefix.num_unused.__setitem__(0, 1),
-    "page 5 is free and registered": lambda p: p._prefix.nodes.__setitem__(5, p._prefix.nodes[4]),
-    "page 4 is cached and not registered": lambda p: p._prefix.nodes.pop(4),
-    "page 3 is registered as page 4": lambda p: p._prefix.nodes.__setitem__(3, p._prefix.nodes[4]),
-    "registered page 1 has 2 tokens": lambda p: setattr(p._prefix.nodes[1], "tokens", (1, 1)),
-    "page 1 cannot be found from its parent": lambda p: setattr(p._prefix.nodes[1], "tokens", (1, 2, 3, 4)),
-    "4 pages can be found and 3 are registered": lambda p: p._prefix.nodes.pop(1),
-    "page 1 has lost its parent: the chain has a hole": lambda p: p._prefix.nodes.pop(0) and move(p, 0, 5),
+    "page 2 counts 2 users and has 1": lambda p: p.users.__setitem__(2, 2),
+    "page 0 is 1 times free, 0 cached, 1 used": lambda p: p.free[0].append(0),
+    "page 5 is 0 times free, 0 cached, 0 used": lambda p: p.free[0].remove(5),
+    "page 5 is 2 times free": lambda p: p.free[0].append(5),
+    "pages .6. are not in the pool": lambda p: p.free[0].append(6),
+    "devices have .2. unused pages, and .1. are counted": lambda p: p.prefix.num_unused.__setitem__(0, 1),
+    "page 5 is free and registered": lambda p: p.prefix.nodes.__setitem__(5, p.prefix.nodes[4]),
+    "page 4 is cached and not registered": lambda p: p.prefix.nodes.pop(4),
+    "page 3 is registered as page 4": lambda p: p.prefix.nodes.__setitem__(3, p.prefix.nodes[4]),
+    "registered page 1 has 2 tokens": lambda p: setattr(p.prefix.nodes[1], "tokens", (1, 1)),
+    "page 1 cannot be found from its parent": lambda p: setattr(p.prefix.nodes[1], "tokens", (1, 2, 3, 4)),
+    "4 pages can be found and 3 are registered": lambda p: p.prefix.nodes.pop(1),
+    "page 1 has lost its parent: the chain has a hole": lambda p: p.prefix.nodes.pop(0) and move(p, 0, 5),
     "page 1 has users that its parent lacks": lambda p: move(p, 0, 5),
-    "page 4 would be evicted after its parent": lambda p: p._prefix.unused.move_to_end(4),
-    "request 0 has 2 pages and needs 3": lambda p: p._drop(p._sequences[0].pages.pop()),
-    "page 5, reserved by request 0, is shared": lambda p: [move(p, None, 5), p._open([5], [1])],
+    "page 4 would be evicted after its parent": lambda p: p.prefix.unused.move_to_end(4),
+    "request 0 has 2 pages and needs 3": lambda p: p.drop(p.sequences[0].pages.pop()),
+    "page 5, reserved by request 0, is shared": lambda p: [move(p, None, 5), p.open([5], [1])],
     "request 0 has a page twice": lambda p: move(p, None, 2),
-    "page 1 is registered with tokens of another request": lambda p: p._sequences[0].tokens.__setitem__(5, 9),
+    "page 1 is registered with tokens of another request": lambda p: p.sequences[0].tokens.__setitem__(5, 9),
     "page 1 follows 5 in request 0 only": lambda p: [move(p, 0, 5), p.allocator.add([1] * 5)],
 }
 
 
 def move(p, old, new):
     """Request 0 has another page in the place of one, or one more; all counts are right."""
-    pages = p._sequences[0].pages
+    pages = p.sequences[0].pages
     if old is None:
         pages.append(new)
     else:
         pages[pages.index(old)] = new
-        p._drop(old)
-    if new in p._free[0]:
-        p._free[0].remove(new)
-    p._users[new] += 1
+        p.drop(old)
+    if new in p.free[0]:
+        p.free[0].remove(new)
+    p.users[new] += 1
 
 
 @pytest.mark.parametrize("message", BROKEN)
@@ -466,24 +473,24 @@ def test_check_names_what_is_broken(message):
     pool = Pool(6)
     pool.open([1] * 10)
     pool.leave([2] * 8)
-    assert pool.pages.pages_of(0) == (0, 1, 2) and list(pool.pages._prefix.unused) == [4, 3]
+    assert pool.pages.pages_of(0) == (0, 1, 2) and pool.state()["cached"] == [4, 3]
     pool.pages.check()
-    BROKEN[message](pool.pages)
+    BROKEN[message](Parts(pool.pages.allocator))
     with pytest.raises(AssertionError, match=message):
         pool.pages.check()
 
 
 # Of two pages a device, request 0 has full ones on devices 0 and 1, and request 1 has others on devices 2 and 0.
 OUT_OF_TURN = {
-    "page 5 is free on device 0, which does not hold it": lambda p: [p._free[2].remove(5), p._free[0].append(5)],
+    "page 5 is free on device 0, which does not hold it": lambda p: [p.free[2].remove(5), p.free[0].append(5)],
     "page 3, number 1 of request 1, is on device 1, out of turn": lambda p: [
-        p._free[1].remove(3), p._sequences[1].pages.__setitem__(1, 3), p._users.__setitem__(3, 1),
-        p._users.__setitem__(1, 0), p._free[0].append(1),
+        p.free[1].remove(3), p.sequences[1].pages.__setitem__(1, 3), p.users.__setitem__(3, 1),
+        p.users.__setitem__(1, 0), p.free[0].append(1),
     ],
     "page 5 is not on the device behind its parent's": lambda p: [
-        p._free[2].remove(5), p._users.__setitem__(5, 1), p._open([0, 5], [1] * 8), p._users.__setitem__(5, 1),
-        p._prefix.nodes[0].children.__setitem__((2,) * 4, Node(5, (2,) * 4, p._prefix.nodes[0])),
-        p._prefix.nodes.__setitem__(5, p._prefix.nodes[0].children[(2,) * 4]),
+        p.free[2].remove(5), p.users.__setitem__(5, 1), p.open([0, 5], [1] * 8), p.users.__setitem__(5, 1),
+        p.prefix.nodes[0].children.__setitem__((2,) * 4, Node(5, (2,) * 4, p.prefix.nodes[0])),
+        p.prefix.nodes.__setitem__(5, p.prefix.nodes[0].children[(2,) * 4]),
     ],
 }  # fmt: skip
 
@@ -495,7 +502,7 @@ def test_check_names_what_lies_on_the_wrong_device(message):
     pool.open([3] * 6)
     assert (pool.pages.pages_of(0), pool.pages.pages_of(1)) == ((0, 2), (4, 1))
     pool.pages.check()
-    OUT_OF_TURN[message](pool.pages)
+    OUT_OF_TURN[message](Parts(pool.pages.allocator))
     with pytest.raises(AssertionError, match=message):
         pool.pages.check()
 

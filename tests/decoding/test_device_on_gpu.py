@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
+from support.engines import runner_of
 from support.lowering import H200
 
 from m3jax.cache import Cache
@@ -135,5 +136,5 @@ def test_an_engine_on_a_gpu_runs_the_programs_of_its_mode(monkeypatch, mode, dty
     model = tiny.model(small, dtype=dtype)
     model = model.with_invariance() if mode == "invariant" else model
     served = Engine(model, pages=4, max_batch=2, prefill_chunk=16, max_length=32)
-    for name, program in served._runner._programs.items():
+    for name, program in runner_of(served)._programs.items():
         assert program is device.program(name, "gpu", mode), f"{name} of {mode} weights"

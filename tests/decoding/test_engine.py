@@ -15,7 +15,19 @@ import pytest
 from flax import nnx
 from support import tiny
 from support.compilations import compilations
-from support.engines import CONFIG, SHAPE, engine, finish, no_steps, params, prompt, quick, serve, temporary_bytes
+from support.engines import (
+    CONFIG,
+    SHAPE,
+    engine,
+    finish,
+    no_steps,
+    params,
+    prompt,
+    quick,
+    runner_of,
+    serve,
+    temporary_bytes,
+)
 from support.fake_model import FakeModel
 from support.generation import LETTERS, tokenizer
 
@@ -45,7 +57,7 @@ def alone(tokens: tuple[int, ...], asked: Params) -> Generation:
 
 
 def pages_in_tables(served: Engine) -> int:
-    return len({*served._runner.table.ravel().tolist()} - {-1})
+    return len({*runner_of(served).table.ravel().tolist()} - {-1})
 
 
 # Compiling
@@ -91,9 +103,9 @@ def test_warmup_runs_no_program_of_the_model():
     T21 too where a model's new cache is bound to no device, which is part of the key of a compiled program.
     """
     served = Engine(FakeModel.random(), pages=7, max_batch=3, prefill_chunk=(5, 9), steps_per_call=3, max_stop_ids=4)
-    pages = served._runner.state.cache.pages
+    pages = runner_of(served).state.cache.pages
     served.warmup(programs=("prefill", "decode"))
-    assert served._runner.state.cache.pages is pages and not pages.is_deleted()
+    assert runner_of(served).state.cache.pages is pages and not pages.is_deleted()
     with compilations() as seen:
         results = serve(served, (prompt(20), params(9)), (prompt(3), params(4)), (prompt(9), params(1)))
     assert seen == [] and [len(result.tokens) for result in results] == [9, 4, 1]
@@ -174,7 +186,7 @@ def test_the_counter_counts():
     """`compilations` counts the compilation of a new shape: else the tests of "compiles nothing" would always pass."""
     served = Engine(FakeModel.random(), pages=3)
     with compilations() as seen:
-        served._runner.copy_pages([(0, 1)])
+        runner_of(served).copy_pages([(0, 1)])
     assert len(seen) >= 2  # traced and compiled
 
 
@@ -196,7 +208,7 @@ def test_a_step_makes_no_second_cache(name):
     served = engine(model(), pages=8192)
     if name == "prefill":
         arrays = [np.zeros(shape, np.int32) for shape in (2, (2, 12), 2, 2)]
-        chunk = device.Chunk(*arrays, served._runner.continuations([], 2))
+        chunk = device.Chunk(*arrays, runner_of(served).continuations([], 2))
         temporary, cache_bytes = temporary_bytes(device.prefill, served, chunk)
     else:
         steps = SHAPE["steps_per_call"]
@@ -210,7 +222,7 @@ def test_a_step_takes_over_the_state():
     served = engine(model())
     handle = served.add(prompt(20), params(20))
     for step in range(4):
-        before = served._runner.state
+        before = runner_of(served).state
         if step == 3:
             served.copy(handle)
         served.step()
@@ -233,7 +245,7 @@ def test_idle_rows_stay_finite(monkeypatch):
     for new in got:
         assert np.isfinite(new.logprobs).all()
         assert np.all((new.tokens >= 0) & (new.tokens < CONFIG.vocab_size))
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(served._runner.state.cache.stacks))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(runner_of(served).state.cache.stacks))
 
 
 # Who runs when
@@ -304,7 +316,7 @@ def test_who_is_ended_frees_its_pages_at_once(end: Callable[[Engine, int], None]
     end(served, ended)
     served.check()
     assert served.pages["used"] == pages_in_tables(served) < before
-    assert sum(request is not None for request in served._scheduler.request_of_row) == 1
+    assert served.load == dict(running=1, waiting=0)
     kept = served.result(ended)
     assert kept.tokens == alone(prompt(30), params(40)).tokens[: len(kept.tokens)]
     assert kept.stop_reason == ("aborted" if end is by_abort else "stop_string")

@@ -19,6 +19,7 @@ from support.engines import (
     SHAPE,
     SIZE,
     Watched,
+    allocator_of,
     assert_stays,
     engine,
     finish,
@@ -194,19 +195,30 @@ def test_the_same_prompt_twice_and_a_conversation_that_goes_on():
 # Placing
 
 
+def shuffle_free_pages(served: Engine, seed: int) -> None:
+    """Take all pages, and give them back in another order."""
+    pages = allocator_of(served)
+    handles = [pages.add((0,))[0] for _ in range(pages.num_pages)]
+    for handle in handles:
+        pages.extend(handle, 1)
+    random.Random(seed).shuffle(handles)
+    for handle in handles:
+        pages.release(handle)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_any_permutation_of_pages(seed):
     """T9: which pages a row has changes no bit, and pages that it does not have are not read."""
     for number in (2, 4, 5):
         served = engine(model())
-        random.Random(seed).shuffle(served._pages._free)
+        shuffle_free_pages(served, seed)
         poison(served)
         assert_same(run(served, [WORK[number]])[0], alone(number), bits=True)
 
 
 def test_a_page_is_a_block():
     """Pages of every stack have as many tokens as a block of the selection (T27)."""
-    cache = engine(model())._runner.state.cache
+    cache = runner_of(engine(model())).state.cache
     assert cache.page_size == CONFIG.index_block_size
     assert all(s.k.shape[3] == SIZE and (s.index_k is None or s.index_k.shape[2] == SIZE) for s in cache.stacks)
 
@@ -269,7 +281,7 @@ def test_preempted_and_resumed_is_undisturbed(share):
     served = engine(model(), prefix_cache=share)
     notes = watch(served)
     older, younger = run(served, [WORK[2], WORK[3]], notes)
-    assert [result.timings.preemptions > 0 for result in served._results.values()] == [False, True]
+    assert [served.result(handle).timings.preemptions > 0 for handle in (0, 1)] == [False, True]
     lengths = {len(tokens) for tokens in notes if tokens[:17] == WORK[3][0]}
     assert any(17 < n < 76 for n in lengths)
     assert_same(older, alone(2), bits=True)
@@ -323,7 +335,7 @@ def test_a_mesh_is_one_device():
     with quick():
         served = engine(Watched(tiny.model(CONFIG, mesh=parse_mesh("data=2,context=4"))), pages=4096)
         served.warmup()
-        pages, before = served._pages, places(served)
+        pages, before = allocator_of(served), places(served)
         taken, left = pages.add((0,))[0], SHAPE["pages"]
         pages.extend(taken, (4096 - left) * SIZE)
         served.check = pages.check  # the engine's own would miss the request that has them

@@ -14,7 +14,6 @@ from support.media import noise_patches
 
 from m3jax.decoding import Engine, Media, engine_for
 from m3jax.decoding.engine.media import FeatureRows, PlacedSegment, Placer, prefix_keys
-from m3jax.decoding.engine.scheduler import Scheduler
 from m3jax.media import batch, feature_places
 from m3jax.media.packing import Segment
 from m3jax.media.placeholders import PlaceholderIds
@@ -250,7 +249,7 @@ def test_nothing_compiles_after_warmup():
         served.step()
         served.copy(first)
         served.truncate(first, 0)
-        served._scheduler._preempt(served._requests[first])
+        served.update(served.served_model, "keep")  # which drops all pages
         finish(served)
     assert seen == []
     assert served.result(first).tokens == plain(tokens, Media(sizes))[0]
@@ -292,7 +291,6 @@ def test_text_pays_nothing():
     """An engine that serves text alone has no features, and its programs no argument for them."""
     served = engine(media_patches=(), media_tokens=None)
     assert served.media == {}
-    assert served._runner.features is None
     handle = served.add((1, 2, 3), params(NEW))
     finish(served)
     assert len(served.result(handle).tokens) == NEW
@@ -309,16 +307,10 @@ def test_what_the_caller_does_to_the_patches_later_changes_nothing():
     assert_plain(served, handle, of(0))
 
 
-def test_a_request_that_has_ended_keeps_no_patches():
-    served = warm()
-    (handle,) = serve(served, of(0))
-    assert handle not in served._requests
-
-
 def test_check_sees_a_feature_in_the_wrong_place(monkeypatch):
-    """An engine whose features are off by one after a cut is caught by `check`, before anyone compares tokens."""
-    rows_of = Scheduler._feature_rows
-    monkeypatch.setattr(Scheduler, "_feature_rows", lambda *given: np.roll(rows_of(*given), 1))
+    """An engine whose features are off by one is caught by `check`, before anyone compares tokens."""
+    rows_of = FeatureRows.rows
+    monkeypatch.setattr(FeatureRows, "rows", lambda *given: np.roll(rows_of(*given), 1))
     served = engine()
     served.add(of(0, 1)[0], params(NEW), of(0, 1)[1])
     with pytest.raises(AssertionError, match="is known by the tokens"):

@@ -177,7 +177,7 @@ def live(number: int, row: dict) -> list[Generation]:
     if row["truncated"]:
         served.truncate(first, min(2, len(served.result(first).tokens)))
     if row["updated"]:
-        served.update(jax.tree.map(jnp.copy, served._runner.model), "keep")
+        served.update(jax.tree.map(jnp.copy, served.served_model), "keep")
     finish(served)
     assert not row["preempted"] or preemptions(served), row
     return [served.result(handle) for handle in handles]

@@ -72,7 +72,7 @@ def test_what_is_recorded_and_scored_has_programs_of_its_own(monkeypatch):
     names = ("expert_ids", "blocks")
     settings = dict(pages=8, max_batch=3, decode_rows=(1,), prefill_chunk=(8, 16), max_length=32, records=names)
     served = Engine(FakeModel.random(), **settings, prompt_logprobs=True)
-    compiled, programs = [], lambda *given, **more: served._runner.warmup(*given, **more)
+    compiled = []
     monkeypatch.setattr(runner, "compile_all", lambda calls, meanwhile=None: compiled.extend(calls))
     prefills = lambda: [
         (chunk.tokens.shape[1], call.keywords["records"], chunk.targets is not None)
@@ -85,39 +85,20 @@ def test_what_is_recorded_and_scored_has_programs_of_its_own(monkeypatch):
         for call in compiled
         if "max_steps" in call.keywords
     ]
-    assert served._runner.warmup_sizes((8,), ()) and not served._runner.warmup_sizes((8,), ())
+    for _ in range(2):  # the second time there is nothing left to compile
+        served.warmup_for(served.add(prompt(5), params(1)))
     assert sorted(prefills()) == [(8, records, scores) for records in ((), names) for scores in (False, True)]
     compiled.clear()
-    programs(("prefill", "decode"), (8, 16), all_record=True)
+    served.warmup(programs=("prefill", "decode"), all_record=True)
     assert sorted(prefills()) == [(width, names, scores) for width in (8, 16) for scores in (False, True)]
     assert sorted(decodes()) == [(1, names), (3, names)]
     compiled.clear()
-    programs(("decode",), ())
+    served.warmup(programs=("decode",))
     assert prefills() == [] and sorted(decodes()) == [(size, records) for size in (1, 3) for records in ((), names)]
-    asking = lambda record=(), capture=(): replace(params(1), record=record, capture=capture)
-    assert served._runner.records_of([asking(), asking()]) == ()
-    assert served._runner.records_of([asking(), asking(names[1:])]) == names  # the program that was compiled
-    assert set(served._runner.records_of([asking(capture=("output",))])) == {"output", *names}
     plain = Engine(FakeModel.random(), **settings | dict(records=()))
     compiled.clear()
-    assert plain._runner.warmup_sizes((16,), ()) and prefills() == [(16, (), False)]
-    assert plain._runner.records_of([asking(names[1:])]) == names[1:]
-
-
-@pytest.mark.parametrize("draft", [None, "ngram"])
-def test_the_last_token_of_a_prompt_goes_through_prefill_where_a_draft_has_to_read_it(monkeypatch, draft):
-    """And through a decode step otherwise, if all others are in the cache."""
-    served = Engine(FakeModel.random(), pages=8, max_batch=3, prefill_chunk=8, max_length=32, draft=draft)
-    handles = [served.add(prompt(9, seed=i), params(2)) for i in range(3)]
-    served._scheduler.admit()
-    requests = [served._request(handle) for handle in handles]
-    for request, cached in zip(requests, (8, 7, 0), strict=True):
-        request.cached = cached
-    started = []
-    monkeypatch.setattr(served._runner, "start_rows", lambda parts: started.extend(part.row for part in parts))
-    served._scheduler._start_rows()
-    assert started == ([] if draft else [requests[0].row])
-    assert [request.is_decoding for request in requests] == [draft is None, False, False]
+    plain.warmup_for(plain.add(prompt(9), params(1)))
+    assert prefills() == [(16, (), False)]
 
 
 def test_two_small_calls_give_what_a_large_one_gives():
@@ -174,17 +155,9 @@ def test_the_smallest_call_that_holds_the_rows_is_taken():
 
 
 @pytest.mark.further
-def test_each_number_of_rows_takes_the_smallest_call_that_holds_it():
-    """Warm-up compiles all of them; with the requests that end the calls become smaller."""
+def test_warmup_compiles_the_calls_of_every_number_of_rows():
     served = Engine(FakeModel.random(), pages=64, max_batch=5, decode_rows=(3, 1), prefill_chunk=16, steps_per_call=1)
     served.warmup()
-    sizes, call = [], served._runner._programs["decode"]
-    served._runner._programs["decode"] = lambda *args, **kwargs: (
-        sizes.append(len(kwargs["rows"]) if "rows" in kwargs else 5),
-        call(*args, **kwargs),
-    )[1]
     with compilations() as seen:
         serve(served, *[(prompt(5, seed=i), params(2 + 3 * i)) for i in range(5)])
-    assert seen == [] and sorted(set(sizes)) == [1, 3, 5]
-    # Each begins a round after the one before it and has three tokens more: the last one is alone for four rounds.
-    assert sizes[-6:] == [3, 3, 1, 1, 1, 1]
+    assert seen == []

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import deserialize
 from support import tiny
-from support.engines import CONFIG, engine, finish, params, prompt, quick, serve
+from support.engines import CONFIG, engine, finish, params, prompt, quick, runner_of, serve
 
 from m3jax.decoding import Engine, Params, Sampling
 from m3jax.decoding.engine import Snapshot
@@ -67,7 +67,7 @@ def assert_harmless(bring: Callable[[], Snapshot]) -> bool:
     """
     served = target()
     if served.pages["cached"]:
-        served._pages.evict(served.pages["cached"])  # else the pages of the last import are found, not written
+        served.update(served.served_model)  # else the pages of the last import are found, not written
     before = served.pages
     try:
         snapshot = bring()
@@ -350,11 +350,12 @@ def test_check_sees_pages_that_are_known_and_were_not_written(monkeypatch):
 
 def test_check_sees_a_token_in_the_wrong_place():
     served = engine(model())
-    handle = served.add(prompt(40), params(8))
+    served.add(prompt(40), params(8))
     for _ in range(4):
         served.step()
-    page = served._pages.pages_of(served._requests[handle].page_handle)[2]
-    served._runner.written[page, [0, 1]] = served._runner.written[page, [1, 0]]
+    written, third = runner_of(served).written, prompt(40)[16:24]
+    (page,) = np.flatnonzero((written == third).all(axis=1)).tolist()
+    written[page, [0, 1]] = written[page, [1, 0]]
     with pytest.raises(AssertionError, match=f"page {page} is known by the tokens"):
         served.check()
 

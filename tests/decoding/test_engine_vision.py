@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.compilations import compilations
 from support.drafts import draft
-from support.engines import QUICK, finish, params, preemptions, quick
+from support.engines import QUICK, finish, params, preemptions, quick, runner_of
 from support.seeing import CONFIG, PICTURES, WORK, model, seeing_engine
 
 from m3jax.decoding import Eagle3Drafter, Engine, Generation, Media
@@ -138,9 +138,7 @@ def test_a_moved_request_goes_on(rounds):
     finish(target)
     assert_plain(target, moved, 2)
     again = target.import_request(snapshot)
-    target._scheduler._preempt(target._requests[again])  # all of its pages
-    target._requests[again].found = None
-    target._pages.evict(target.pages["cached"] or 1)
+    target.update(target.served_model, "keep")  # which drops all pages
     finish(target)
     assert_plain(target, again, 2)
 
@@ -188,12 +186,12 @@ def test_features_on_a_mesh_are_those_of_one_device():
     found = []
     for mesh in (None, parse_mesh("data=2,tensor=2")):
         served = seeing_engine(model(mesh))
-        place = served._runner.features.sharding
+        place = runner_of(served).features.sharding
         add(served, 0)
         served._scheduler.admit()
         served._scheduler.read_media()
-        assert served._runner.features.sharding.is_equivalent_to(place, 2)
-        found.append(np.asarray(served._runner.features))
+        assert runner_of(served).features.sharding.is_equivalent_to(place, 2)
+        found.append(np.asarray(runner_of(served).features))
     assert place.is_fully_replicated and np.abs(found[0]).max() > 1
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
 

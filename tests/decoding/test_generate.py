@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.compilations import compilations
+from support.engines import runner_of
 from support.fake_model import FakeConfig, FakeModel
 from support.generation import LETTERS, params, run, small_engine, tokenizer, tokens
 
@@ -160,7 +161,7 @@ def test_logprobs_are_the_models_own(fake):
 
 def test_no_logits_of_the_whole_prompt_are_made(fake):
     """Prefill unembeds one hidden state a row."""
-    runner = small_engine(fake)._runner
+    runner = runner_of(small_engine(fake))
     empty = lambda shape: np.zeros(shape, np.int32)
     chunk = device.Chunk(empty(2), empty((2, 128)), empty(2), empty(2), runner.continuations([], 2))
     text = str(jax.make_jaxpr(device.prefill)(fake, runner.state, chunk))
@@ -186,7 +187,7 @@ def test_a_step_takes_over_the_cache(fake):
     engine = small_engine(fake)
     engine.add(PROMPTS[0], params(new=40))
     engine.prefill()
-    before = engine._runner.state
+    before = runner_of(engine).state
     engine.step()
     assert before.cache.pages.is_deleted()
     assert before.continuations.uses.is_deleted()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import tiny
 from support.compilations import compilations
-from support.engines import QUICK, quick
+from support.engines import QUICK, quick, runner_of
 from support.generation import params, run, tokens
 
 from m3jax.completion import generate
@@ -100,14 +100,14 @@ def test_a_mesh_has_the_rows_that_it_divides(model, monkeypatch, sizes, rows):
     monkeypatch.setattr(Engine, "warmup", lambda *_, **__: None)
     sharded, asked = copied(model, mesh=make_mesh(**sizes)), params(NEW, temperature=0)
     served = engine_for(sharded, PROMPTS[:rows], [asked] * rows)
-    assert len(served._runner.state.lengths) == 4
+    assert len(runner_of(served).state.lengths) == 4
 
 
 def test_pages_of_a_bfloat16_model_are_float32_where_a_cpu_serves_them(model, monkeypatch):
     """`engine_for` chooses them for a CPU, which has no bfloat16; an engine has those that its model has."""
     monkeypatch.setattr(Engine, "warmup", lambda *_, **__: None)
     half, asked = copied(model, "bfloat16"), params(NEW, temperature=0)
-    pages_of = lambda served: {x.dtype.name for x in jax.tree.leaves(served._runner.state.cache) if x.ndim == 5}
+    pages_of = lambda served: {x.dtype.name for x in jax.tree.leaves(runner_of(served).state.cache) if x.ndim == 5}
     assert pages_of(engine_for(half, PROMPTS, [asked] * len(PROMPTS))) == {"float32"}
     assert pages_of(engine(half)) == {"bfloat16"}
 

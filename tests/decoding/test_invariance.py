@@ -15,7 +15,6 @@ from support.engines import SHAPE, finish, params, preemptions, prompt, quick, s
 from support.fake_model import FakeModel
 
 from m3jax.decoding import Engine, Generation
-from m3jax.decoding.device.compiler_options import OPTIONS
 from m3jax.train.losses import token_logprobs
 
 # Prompts of less than a page and of many, beyond J * P tokens; greedy, with a penalty, and sampled.
@@ -197,10 +196,3 @@ def test_the_gradient_is_that_of_the_fast_mode():
 def test_a_model_without_an_invariant_mode_is_refused():
     with pytest.raises(ValueError, match="invariant = True needs an M3, and the model is a FakeModel"):
         Engine(FakeModel.random(), **SHAPE, invariant=True)
-
-
-def test_prompts_and_steps_of_an_invariant_model_are_compiled_alike():
-    """A CPU's options that suit one of the two would give a token other bits in the other."""
-    assert all(mode != "invariant" for _, platform, mode in OPTIONS if platform == "cpu")
-    of_program = lambda name: OPTIONS[name, "gpu", "invariant"]
-    assert of_program("prefill").items() <= of_program("decode").items() == of_program("decode_in_rounds").items()

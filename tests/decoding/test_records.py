@@ -11,7 +11,7 @@ from support.drafts import Knowing
 from support.engines import QUICK, SHAPE, assert_stays, finish, params, places, prompt, quick, serve
 
 from m3jax.decoding import Engine, Generation, Params, Sampling
-from m3jax.decoding.engine import Snapshot, runner
+from m3jax.decoding.engine import Snapshot
 from m3jax.model import M3, Choices
 from m3jax.parallel import parse_mesh
 
@@ -161,7 +161,7 @@ def test_records_over_a_mesh_are_those_of_one_device():
         assert_same_records(other, one)
 
 
-@pytest.mark.further  # which calls warm-up compiles: below
+@pytest.mark.further  # which calls warm-up compiles: test_engine_sizes.py
 def test_nothing_compiles_where_the_engine_was_told_what_is_recorded():
     engine = Engine(model(), **SHAPE, invariant=True, records=NAMES)
     engine.warmup()
@@ -171,21 +171,6 @@ def test_nothing_compiles_where_the_engine_was_told_what_is_recorded():
         engine.add(prompt(9, seed=1), params(5))
         engine.run()
     assert seen == []
-
-
-def test_where_every_request_records_half_of_the_programs_are_compiled(monkeypatch):
-    """As in a run of GRPO, whose engine serves nobody else."""
-    calls: list = []
-    monkeypatch.setattr(runner, "compile_all", lambda some, meanwhile=None: calls.extend(some))
-
-    def recorded(**how) -> list[tuple[str, ...]]:
-        calls.clear()
-        served().warmup(**how)
-        return [call.keywords["records"] for call in calls if "records" in call.keywords]
-
-    with_and_without, with_records = recorded(), recorded(all_record=True)
-    assert len(with_and_without) == 2 * len(with_records) > 2
-    assert with_records == [names for names in with_and_without if names]
 
 
 def test_what_cannot_be_recorded_is_refused(unchecked):

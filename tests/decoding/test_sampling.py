@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import drafts
 from support.pytrees import assert_settings_are_static
 from support.sampling_reference import edited, reference
 
 from m3jax import cli, decoding
 from m3jax.decoding import (
     DrawContext,
-    Eagle3Drafter,
-    PromptLookup,
     Sampling,
     SamplingParams,
     filtered_logits,
@@ -43,7 +40,6 @@ from m3jax.decoding.sampling import (
     sample_and_keep,
     sample_with_top,
 )
-from m3jax.decoding.speculation import MAX_DRAFT_TOKENS
 
 V = 16
 RNG_LOGITS = np.random.default_rng(0).normal(size=V).astype(np.float32) * 2
@@ -342,14 +338,7 @@ def test_a_row_is_edited_by_each_knob_that_acts_before_the_temperature(knobs, is
 
 
 def test_arrays_of_samplers_and_drafters_are_arguments():
-    """What a program is compiled for is static, by default a drafter proposes its most probable tokens.
-
-    Of a prompt a draft model reads the piece of a call; to look up what repeats takes all of it.
-    """
     assert_settings_are_static(decoding)
-    drafter = Eagle3Drafter(drafts.draft())
-    assert not drafter.sample and not drafter.reads_tokens and PromptLookup().reads_tokens
-    assert (PromptLookup().longest, PromptLookup().shortest, MAX_DRAFT_TOKENS) == (4, 1, 8)
 
 
 @pytest.mark.parametrize("cond", [jax.lax.cond, compute_both])

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,22 @@ from hypothesis import strategies as st
 from support import tiny
 from support.compilations import compilations
 from support.drafts import Coached, Knowing, draft, model
-from support.engines import SIZE, engine, finish, params, poison, preemptions, prompt, quick, serve
+from support.engines import (
+    SIZE,
+    allocator_of,
+    engine,
+    finish,
+    params,
+    poison,
+    preemptions,
+    prompt,
+    quick,
+    runner_of,
+    serve,
+)
 from support.fake_model import FakeConfig, FakeModel
 
-from m3jax.decoding import Engine, PromptLookup, Sampling, SamplingParams
+from m3jax.decoding import Engine, PromptLookup, Sampling, SamplingParams, device
 
 # Prompts of less than a page and of many; with a penalty, with stop ids, and some that are sampled.
 WORK = [
@@ -136,13 +149,14 @@ def contents(served: Engine, of_draft: bool = True) -> dict:
 
     Those of a draft, if there is one and they are asked for, come last.
     """
-    notes, release = {}, served._pages.release
+    notes, owner = {}, allocator_of(served)
+    release = owner.release
 
     def note(handle):
-        tokens, pages = served._pages.tokens(handle), list(served._pages.pages_of(handle))
+        tokens, pages = owner.tokens(handle), list(owner.pages_of(handle))
         if not tokens:
             return release(handle)
-        cache = served._runner.state.cache
+        cache = runner_of(served).state.cache
         by_token = lambda x: np.moveaxis(np.asarray(x)[:, pages], -2, 2).reshape(x.shape[0], len(pages) * SIZE, -1)
         stacks = [x for s in cache.stacks for x in (s.k, s.v, s.index_k) if x is not None]
         notes[tokens] = [by_token(x)[:, : len(tokens)] for x in stacks]
@@ -151,7 +165,7 @@ def contents(served: Engine, of_draft: bool = True) -> dict:
             notes[tokens] += [*own, np.asarray(cache.edges)[pages][: len(tokens) // SIZE]]
         return release(handle)
 
-    served._pages.release = note
+    owner.release = note
     return notes
 
 
@@ -249,13 +263,22 @@ def test_drafters_that_differ_in_type_alone_have_programs_of_their_own():
     """To jax `Other` and `Coached` are one structure: by chance one gets the program compiled for the other."""
     drafters = ALL, Other(ALL.draft, sample=ALL.sample, right=ALL.right)
     assert jax.tree.structure(drafters[0]) == jax.tree.structure(drafters[1])  # else nothing is proven below
-    runners = [drafted(drafter)._runner for drafter in drafters]
-    for name, calls in (
-        ("prefill", [runner._prefill_call((), 12, (), False) for runner in runners]),
-        ("decode_in_rounds", [runner._decode_call(1, {}) for runner in runners]),
-    ):
-        types = {call.keywords["types"] for call in calls}
-        assert len(types) == 2, f"{name} has the keys {types} for two drafters"
+    types = []
+
+    class Called(Exception):
+        pass
+
+    def call(*_, **statics):
+        types.append(statics["types"])
+        raise Called
+
+    with mock.patch.object(device, "program", lambda *_: call):
+        for drafter in drafters:
+            served = drafted(drafter)
+            served.add(prompt(3), params(2))
+            with pytest.raises(Called):
+                served.prefill()
+    assert len(set(types)) == len(types) == 2, f"one program for two drafters: {types}"
 
 
 # Sampled rows
@@ -338,16 +361,16 @@ def test_a_sampled_row_does_not_depend_on_its_companions():
 @pytest.mark.further
 def test_nothing_compiles_after_warmup():
     """Any mix of requests, with greedy and sampled rows, hits, copies, truncations and moves."""
-    rng, served = np.random.default_rng(0), drafted(RANDOM)
+    rng, served, newest = np.random.default_rng(0), drafted(RANDOM), None
     served.warmup()
     with compilations() as seen:
         for step in range(40):
             if rng.random() < 0.4:
                 sampled = float(rng.choice([0.0, 0.8]))
-                served.add(prompt(int(rng.integers(1, 60)), seed=step % 3), params(20, temperature=sampled))
-            handle = max(served._requests, default=None)
-            if handle is not None and served.reason(handle) == "unfinished" and rng.random() < 0.2:
-                served.import_request(served.export(handle)) if step % 2 else served.copy(handle)
+                asked = params(20, temperature=sampled)
+                newest = served.add(prompt(int(rng.integers(1, 60)), seed=step % 3), asked)
+            if newest is not None and served.reason(newest) == "unfinished" and rng.random() < 0.2:
+                newest = served.import_request(served.export(newest)) if step % 2 else served.copy(newest)
             served.step()
             served.check()
         finish(served)

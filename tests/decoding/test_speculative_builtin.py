@@ -8,6 +8,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import pytest
+from support.engines import runner_of
 
 import m3jax
 from m3jax import cli
@@ -43,9 +44,10 @@ def run(drafter, forgets: bool):
     while served.prefill():
         pass
     if forgets:  # the draft begins where the prompt ends: its pages lack the prompt
-        state = served._runner.state
+        runner = runner_of(served)
+        state = runner.state
         draft = jax.tree.map(jnp.zeros_like, state.cache.draft).replace(scales=state.cache.draft.scales)
-        served._runner.state = replace(state, cache=state.cache.replace(draft=draft))
+        runner.state = replace(state, cache=state.cache.replace(draft=draft))
     results = served.run()
     return [results[handle].tokens for handle in handles], served.drafting
 

@@ -15,7 +15,6 @@ from support.sampling_reference import reference
 
 from m3jax.decoding import DrawContext, Eagle3Drafter, PromptLookup, Sampling, SamplingParams
 from m3jax.decoding.sampling import WORD_TOKENS, count_uses, filtered_logits
-from m3jax.decoding.speculation import verify as rule_of_verify
 from m3jax.decoding.speculation.named import as_drafter
 from m3jax.decoding.speculation.verify import DRAFT as DRAFT_KEYS
 from m3jax.decoding.speculation.verify import Proposal, context_by_column, position_keys, verify
@@ -164,47 +163,6 @@ def test_the_token_after_a_refusal_does_not_depend_on_the_drafts_draw():
     message = f"token {second} is {share:.3f} of those after token {best} was refused, not 0.5 within {limit:.3f}"
     assert abs(share - 0.5) < limit, message
     assert chi_square(tokens, p) < LIMIT
-
-
-def log(p):
-    with np.errstate(divide="ignore"):
-        return jnp.log(jnp.asarray(p, jnp.float32))
-
-
-def test_a_proposal_is_accepted_by_the_random_number_of_its_position():
-    """Where u q < p: never what the target rules out or what is no token; always what q does not exceed."""
-    p = np.array([[0.5, 0.25, 0.25, 0.0]] * 3 + [[0.0, 0.0, 0.0, 1.0]])  # of X = 4 columns; the last has no proposal
-    q = np.array([[0.25, 0.5, 0.25, 0.0], [0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.5, 0.5]])
-    tokens = np.array([[1, 3, 2], [0, 0, 3], [2, -1, 3], [3, 1, 0]] * 10, np.int32)  # [B K]
-    rows, seeds = np.arange(40), np.arange(40, dtype=np.uint32)
-    params = SamplingParams.stack([Sampling(seed=int(seed)) for seed in seeds])
-    log_p, log_q = (jnp.broadcast_to(log(x), (40, *x.shape)) for x in (p, q))
-    own = lambda seed, place: jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), POSITION + place)
-    u = [[jax.random.uniform(jax.random.fold_in(own(seed, k), 0)) for k in range(3)] for seed in seeds]
-    for proposal, of_draft in ((Proposal(tokens, log_q), q), (Proposal(tokens), np.ones((3, 4)))):
-        proposal = proposal._replace(tokens=jnp.asarray(tokens))
-        found = rule_of_verify._would_accept(log_p, proposal, params, jnp.full(40, POSITION, jnp.int32))
-        places = np.arange(3), np.maximum(tokens, 0)
-        expected = (np.array(u) * of_draft[places] < p[places]) & (tokens >= 0)
-        np.testing.assert_array_equal(found, expected)
-        assert found.dtype == jnp.int32 and 0 < expected[rows % 4 == 0, 0].sum() < 40
-
-
-def test_the_target_s_own_token_has_what_the_refused_proposal_leaves():
-    """max(p - q, 0) of the refused column, all of p behind the last one, and p where nothing is left of it."""
-    p = np.array([[0.5, 0.5, 0.0], [0.25, 0.25, 0.5], [0.0, 1.0, 0.0]])
-    q = np.array([[0.75, 0.25, 0.0], [0.25, 0.25, 0.5]])
-    for tokens, accepted, of_drawn, of_point in (
-        ([0, 2], 0, [0, 0.25, 0], [0, 0.5, 0]),
-        ([0, 2], 1, p[1], [0.25, 0.25, 0]),
-        ([0, 2], 2, p[2], p[2]),
-        ([0, -1], 1, p[1], p[1]),  # nothing was proposed
-        ([-1, -1], 0, p[0], p[0]),
-    ):
-        given = jnp.array([tokens], jnp.int32), jnp.array([accepted], jnp.int32)
-        for proposal, expected in ((Proposal(given[0], log(q)[None]), of_drawn), (Proposal(given[0]), of_point)):
-            found = rule_of_verify._own_token_weights(log(p)[None], proposal, given[1])
-            np.testing.assert_allclose(np.exp(found)[0], expected, atol=1e-6, err_msg=f"{tokens}, {accepted} accepted")
 
 
 def test_each_column_has_the_proposals_before_it_behind_its_row_s_text():

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.compilations import compilations
 
 from m3jax import inside
-from m3jax.inside import readings
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the model here is no M3
 B, T, D, V = 2, 3, 4, 6
@@ -55,9 +55,9 @@ def test_gradients_are_the_slopes_of_the_metric():
         found = inside.gradients(MODEL, TOKENS, inside.logit_difference(answer, other, position), ("first", "second"))
         for name, slope in slopes(answer, other, position, 2.0).items():
             np.testing.assert_allclose(found[name], slope, atol=1e-5)
-    compiled = readings._slopes._cache_size()
-    inside.gradients(MODEL, TOKENS, inside.logit_difference(1, 4, 0), ("first", "second"))
-    assert readings._slopes._cache_size() == compiled
+    with compilations() as seen:
+        inside.gradients(MODEL, TOKENS, inside.logit_difference(1, 4, 0), ("first", "second"))
+    assert not [event for event in seen if event.endswith("backend_compile_duration")]
     found = inside.gradients(MODEL, TOKENS, inside.logit_difference(3, 5), ("first",), jnp.float32(7.0))
     assert found.keys() == {"first"}
     np.testing.assert_allclose(found["first"], slopes(3, 5, -1, 7.0)["first"], atol=1e-4)

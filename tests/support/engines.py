@@ -14,9 +14,10 @@ from flax import struct
 from jax.sharding import Sharding
 from support import tiny
 
-from m3jax.cache import Cache
+from m3jax.cache import Cache, PageAllocator
 from m3jax.decoding import Engine, Generation, Params, Sampling, device
 from m3jax.decoding.device import program
+from m3jax.decoding.engine.runner import Runner
 from m3jax.model import M3
 from m3jax.parallel import sharding
 
@@ -56,36 +57,46 @@ def finish(engine: Engine, used: int = 0) -> None:
     assert engine.pages["used"] == used
 
 
+def runner_of(engine: Engine) -> Runner:
+    """Return an engine's device side, for tests of what no caller sees: memory, programs, whole arrays."""
+    return engine._runner
+
+
+def allocator_of(engine: Engine) -> PageAllocator:
+    """Return the owner of an engine's pages, for tests of what is written into which."""
+    return engine._pages
+
+
 def places(engine: Engine) -> list[Sharding]:
     """Return the sharding of each array of the engine's state."""
-    return [x.sharding for x in jax.tree.leaves(engine._runner.state)]
+    return [x.sharding for x in jax.tree.leaves(runner_of(engine).state)]
 
 
 def assert_stays(engine: Engine, before: Sequence[Sharding]) -> None:
     """Fail if a step changes the sharding of the state: every step would then move it, or be compiled again."""
-    for x, place in zip(jax.tree.leaves(engine._runner.state), before, strict=True):
+    for x, place in zip(jax.tree.leaves(runner_of(engine).state), before, strict=True):
         assert x.sharding.is_equivalent_to(place, x.ndim)
 
 
 def preemptions(engine: Engine) -> int:
-    generations = [*engine._results.values(), *(request.generation for request in engine._requests.values())]
-    return sum(generation.timings.preemptions for generation in generations)
+    """Return how often requests have lost their row, in an engine whose requests have all ended."""
+    return sum(generation.timings.preemptions for generation in engine.run().values())
 
 
 def poison(engine: Engine, value: float = np.nan) -> None:
     """Overwrite every slot that holds no token of a request or of the prefix cache."""
-    pages = engine._pages
+    pages, runner = allocator_of(engine), runner_of(engine)
     stale = np.zeros((pages.num_pages, SIZE), bool)
     stale[sorted(pages.free)] = True
-    for handle in pages._sequences:
+    for handle in pages.handles:
         table, length = pages.table(handle, pages.num_pages), len(pages.tokens(handle))
         slots = np.arange(pages.num_pages * SIZE).reshape(-1, SIZE)
         is_used = table >= 0
         stale[table[is_used]] |= (slots >= length)[is_used]
-    cache = engine._runner.state.cache
+    cache = runner.state.cache
     poisoned = lambda x: None if x is None else _overwrite(x, stale.reshape(_beside(x)), value)
     stacks = tuple(s.replace(k=poisoned(s.k), v=poisoned(s.v), index_k=poisoned(s.index_k)) for s in cache.stacks)
-    engine._runner.state = replace(engine._runner.state, cache=cache.replace(stacks=stacks))
+    runner.state = replace(runner.state, cache=cache.replace(stacks=stacks))
 
 
 def _beside(x) -> tuple[int, ...]:
@@ -123,7 +134,7 @@ def no_steps(engine: Engine) -> np.ndarray:
 
 def temporary_bytes(program, engine: Engine, *args, **statics) -> tuple[int, int]:
     """(scratch memory of a compiled program, bytes of the cache), both of one device."""
-    runner = engine._runner
+    runner = runner_of(engine)
     lowered = tiny.lower(program, runner.model, runner.state, *args, **statics, layout=runner._layout)
     memory = lowered.compile().memory_analysis()
     cache = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(runner.state.cache))
@@ -212,14 +223,15 @@ class Watched:
 
 def watch(engine: Engine) -> dict[tuple[int, ...], np.ndarray]:
     """Notes of every request that gives its pages back: its tokens in the cache -> what each chose [S L K J]."""
-    notes, release = {}, engine._pages.release
+    notes, owner = {}, allocator_of(engine)
+    release = owner.release
 
     def note(handle):
-        tokens, pages = engine._pages.tokens(handle), list(engine._pages.pages_of(handle))
-        chosen = np.asarray(engine._runner.state.cache.chosen)[pages]
+        tokens, pages = owner.tokens(handle), list(owner.pages_of(handle))
+        chosen = np.asarray(runner_of(engine).state.cache.chosen)[pages]
         chosen = chosen.reshape(-1, *chosen.shape[2:])[: len(tokens)]
         np.testing.assert_array_equal(chosen, notes.setdefault(tokens, chosen))
         release(handle)
 
-    engine._pages.release = note
+    owner.release = note
     return notes
