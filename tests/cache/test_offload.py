@@ -14,8 +14,9 @@ from support.compilations import compilations
 from support.engines import CONFIG, SIZE, engine, finish, params, preemptions, prompt, quick, runner_of, serve
 
 import m3jax
-from m3jax.cache import Cache, HostMemory
+from m3jax.cache import Cache, HostMemory, LayerCall
 from m3jax.cache.offload import host
+from m3jax.cache.offload.host import NumpyPages
 from m3jax.cache.offload.pool import GROUP, Slots
 from m3jax.cache.storage import Places
 from m3jax.parallel import parse_mesh
@@ -228,11 +229,12 @@ assign = jax.jit(Slots.assign)
 def test_slots_keep_what_was_used_last(seed):
     """Against a dictionary: wanted pages stay or come, dirty ones stay, the least recently used leave first."""
     rng = np.random.default_rng(seed)
-    slots, used, dirty = Slots.empty(1, 20, 6), {}, set()
+    slots, used, dirty, layer = Slots.empty(2, 20, 6), {}, set(), 1
     for now in range(12):
         wanted = rng.random(20) < rng.choice([0.1, 0.3, 0.6])
-        slots, pages, _, count = assign(slots, jnp.int32(0), jnp.asarray(wanted), jnp.int32(now))
-        where, page_of = np.asarray(slots.slot_of[0]), np.asarray(slots.page_of[0])
+        slots, pages, _, count = assign(slots, jnp.int32(layer), jnp.asarray(wanted), jnp.int32(now))
+        assert (np.asarray(slots.slot_of[0]) < 0).all()  # of the other layer
+        where, page_of = np.asarray(slots.slot_of[layer]), np.asarray(slots.page_of[layer])
         found = {page for page in range(20) if where[page] >= 0}
         assert {page_of[where[page]] for page in found} == found == set(page_of[page_of >= 0])
         arriving = np.asarray(pages)[: int(count)].tolist()
@@ -246,25 +248,7 @@ def test_slots_keep_what_was_used_last(seed):
         used = {page: now if wanted[page] else used[page] for page in found}
         if len(dirty) < 3:
             dirty = set(page_of[rng.random(6) < 0.2].tolist()) & found
-        slots = slots.replace(dirty=jnp.asarray(np.isin(page_of, list(dirty)))[None])
-
-
-def test_the_slots_that_were_used_longest_ago_are_given_away_first():
-    """Not those that this call wants, nor dirty ones; free ones before any; and of one layer alone."""
-    layer, pages = jnp.int32(1), lambda *ids: jnp.asarray(np.isin(np.arange(9), ids))
-    slots, assign = Slots.empty(2, 9, 4), jax.jit(lambda slots, *given: slots.assign(*given))  # traced here
-    for now, wanted in ((3, (5,)), (4, (2, 7)), (5, (5,)), (6, (1, 7))):
-        slots, *_ = assign(slots, layer, pages(*wanted), jnp.int32(now))
-    where = np.asarray(slots.slot_of[1])
-    assert np.flatnonzero(where >= 0).tolist() == [1, 2, 5, 7]
-    assert slots.used_at[1, where[[1, 2, 5, 7]]].tolist() == [6, 4, 5, 6]  # 2 is the oldest, then 5
-    found, arriving, given, count = assign(slots, layer, pages(0, 7), jnp.int32(7))
-    assert (int(count), int(arriving[0]), int(given[0])) == (1, 0, where[2])
-    assert np.flatnonzero(found.slot_of[1] >= 0).tolist() == [0, 1, 5, 7]
-    dirty = slots.replace(dirty=slots.dirty.at[1, where[2]].set(True))
-    found, _, _, count = assign(dirty, layer, pages(0, 3, 4, 6), jnp.int32(7))
-    assert int(count) == 3 and np.flatnonzero(found.slot_of[1] >= 0).tolist() == [0, 2, 3, 4]
-    assert not (np.asarray(found.slot_of[0]) >= 0).any() and found.page_of[0].tolist() == [-1] * 4
+        slots = slots.replace(dirty=slots.dirty.at[layer].set(np.isin(page_of, list(dirty))))
 
 
 def test_a_copy_onto_a_page_that_is_here_forgets_it():
@@ -281,15 +265,78 @@ def test_a_copy_onto_a_page_that_is_here_forgets_it():
     assert (np.asarray(copied.index_k[:, 4]) == 7.0).all() and not np.asarray(copied.index_k[:, 3]).any()
 
 
-def test_an_import_writes_no_page_that_is_known():
-    """Pages of -1 in a group are left out: host memory has no page of that number, and its last ones are others'."""
-    memory = HostMemory(Cache.pool(CONFIG, 12, 1, 12, "float32", device_pages=8), "numpy")
-    pages = np.array([-1, -1, 3, 5, -1, -1, -1, -1], np.int32)
-    ones = [x and (np.ones_like(x[0]), np.ones_like(x[1]), None) for x in memory.read(np.arange(8))]
-    memory.write(pages, [x or (np.zeros(0), np.zeros(0), None) for x in ones])
-    for stored in (x for x in memory.pages if x is not None):
-        of_page = stored.kv.reshape(len(stored.kv), 12, -1)  # [L X ...]
-        assert (of_page[:, [3, 5]] == 1).all() and not np.delete(of_page, [3, 5], axis=1).any()
+def ints(*values: object) -> jax.Array:
+    return jnp.array(values, jnp.int32)
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def memory():
+    """Eleven pages of a sparse stack of two layers with two KV heads in host memory, and what they hold."""
+    config = tiny.config("MM", num_key_value_heads=2, index_n_heads=2, head_dim=4, rotary_dim=4, index_head_dim=4)
+    host = HostMemory(Cache.pool(config, 11, 1, 2, "float32", device_pages=2), "numpy")
+    kv = host.pages[0].kv
+    assert kv.shape == (2, 22, 2, SIZE, 4) and host.nbytes == kv.nbytes == 44 * host.page_bytes
+    return host
+
+
+def test_pages_of_the_host_are_copied_read_and_written(memory):
+    """More than go with one call; to the first page and to the last, which is no page -1."""
+    kv = memory.pages[0].kv
+    kv[:] = normal(*kv.shape)
+    before = kv.reshape(2, 11, 2, 2, SIZE, 4).copy()  # [L X K 2 P H]
+    pairs = [(10, 0), (9, 1), (8, 2), (7, 3), (6, 4), (5, -1), (1, 5), (2, 6), (3, 7), (4, 10)]
+    memory.copy(pairs[:1])
+    expected = before.copy()
+    expected[:, 0] = before[:, 10]
+    np.testing.assert_array_equal(memory.pages[0].kv.reshape(before.shape), expected)
+    kv[:] = before.reshape(kv.shape)
+    memory.copy([(source, target) for source, target in pairs if source > 7 or target < 0])
+    expected[:, [1, 2]] = before[:, [9, 8]]
+    np.testing.assert_array_equal(memory.pages[0].kv.reshape(before.shape), expected)
+    k, v = memory.read(np.array([10, 0, 3], np.int32))[0]
+    np.testing.assert_array_equal(k, expected[:, [10, 0, 3]][:, :, :, 0])
+    np.testing.assert_array_equal(v, expected[:, [10, 0, 3]][:, :, :, 1])
+    pages = np.array([0, 10, -1, *range(1, 9)], np.int32)
+    contents = [(normal(2, 11, 2, SIZE, 4, seed=2), normal(2, 11, 2, SIZE, 4, seed=3), None)]
+    memory.write(pages, contents)
+    expected[:, pages[pages >= 0]] = np.stack(contents[0][:2], axis=3)[:, pages >= 0]
+    np.testing.assert_array_equal(memory.pages[0].kv.reshape(before.shape), expected)
+
+
+def test_a_page_that_begins_in_a_call_is_not_copied_from_the_host(memory):
+    """Nothing of it is there; one that an earlier call began is brought in first, all heads of it."""
+    config = tiny.config("MM", num_key_value_heads=2, index_n_heads=2, head_dim=4, rotary_dim=4, index_head_dim=4)
+    stack = Cache.pool(config, 11, 1, 2, "float32", device_pages=2).stacks[0]
+    assert stack.virtual_page_ids(ints(2, -1, 0)).tolist() == [4, 5, -1, -1, 0, 1]
+    kv = memory.pages[0].kv
+    kv[:] = normal(*kv.shape)
+    k, v, index_k = normal(1, 2, 2, 4), normal(1, 2, 2, 4, seed=1), normal(1, 2, 4)  # [B T K H], [B T I]
+
+    @jax.jit
+    def write(stack, offset):
+        places = Places(ints([3, 5]), ints([3, 3]), offset + ints([0, 1]), memory.pages[0])
+        call = LayerCall(jnp.int32(1), places, offset + ints([0, 1]), ints(16))
+        return stack.write(call, *map(jnp.asarray, (k, v, index_k)))
+
+    for offset, is_copied in ((0, False), (3, True)):
+        found = write(stack, jnp.int32(offset))
+        moved, slots = np.asarray(found.moved), np.asarray(found.slots.slot_of)[1, 6:8]  # of page 3's two heads
+        assert moved[0] == 0 and (moved[1] > 0) == is_copied and (slots >= 0).all()
+        for head, slot in enumerate(slots):
+            for x, new, part in ((found.k, k, 0), (found.v, v, 1)):
+                expected = np.where(is_copied, kv[1, 6 + head, part], 0)
+                expected[offset : offset + 2] = new[0, :, head]
+                np.testing.assert_array_equal(x[1, slot], expected)
+
+
+def test_a_page_of_the_host_is_read_within_a_program():
+    kv = normal(2, 6, 2, SIZE, 3)
+    found = jax.jit(lambda layer, pages: NumpyPages(kv).read(layer, pages))(jnp.int32(1), ints(5, 0))
+    np.testing.assert_array_equal(found, kv[1, [5, 0]])
 
 
 def test_forgotten_pages_are_read_again():

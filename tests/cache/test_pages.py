@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from support import pool_definition
 
 from m3jax.cache.allocator import Copy, OutOfPages, PageAllocator
-from m3jax.cache.prefix import Node, PageEvent
+from m3jax.cache.prefix import Node, PageEvent, common_length
 
 P = 4
 POISON = -7
@@ -505,6 +505,22 @@ def test_check_names_what_lies_on_the_wrong_device(message):
     OUT_OF_TURN[message](Parts(pool.pages.allocator))
     with pytest.raises(AssertionError, match=message):
         pool.pages.check()
+
+
+@pytest.mark.parametrize(
+    ("some", "others", "length"),
+    [
+        ((), (1,), 0),
+        ((1, 2), (1, 2), 2),
+        ((1, 2, 3), (1, 2), 2),
+        ((1, 2, 3), (1, 9, 3), 1),
+        ((4,), (5,), 0),
+        ((1,), (1, 2), 1),
+    ],
+)
+def test_tokens_with_which_both_begin(some, others, length):
+    assert common_length(some, others) == common_length(list(others), list(some)) == length
+    assert common_length(some, some) == len(some)
 
 
 class Machine(RuleBasedStateMachine):

@@ -30,6 +30,7 @@ from support.engines import (
     preemptions,
     prompt,
     quick,
+    runner_of,
     temporary_bytes,
     watch,
 )

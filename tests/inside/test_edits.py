@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import tiny
 from support.compilations import compilations
+from support.pytrees import assert_settings_are_static
 
+from m3jax import inside
 from m3jax.cache import Cache
-from m3jax.inside import Add, Put, WithoutBlock, choices_of, gradients
+from m3jax.inside import Add, PatchAt, Put, WithoutBlock, WithoutExpert, choices_of, gradients
 from m3jax.model import M3, Choices, definition
 from m3jax.model.names import OF_LAYERS, names_of
 
@@ -157,6 +159,32 @@ def test_an_edit_of_one_layer_is_that_of_all_where_the_layer_is_asked_for():
     every = model(DEEP)(TOKENS, edits={"layers.*.q": lambda x, seen: jnp.where(seen["layer"] == 2, 0.5 * x, x)})
     np.testing.assert_allclose(one, every, rtol=0, atol=1e-5)
     assert np.abs(one - model(DEEP)(TOKENS)).max() > 1e-3
+
+
+def test_edits_change_what_they_name():
+    value = jnp.arange(6.0).reshape(1, 3, 2)
+    np.testing.assert_array_equal(Add(jnp.array([1.0, 2.0]))(value), value + jnp.array([1.0, 2.0]))
+    put = Put(jnp.float32(9), jnp.array([[[True], [False], [True]]]))(value.astype(jnp.bfloat16))
+    assert put.dtype == jnp.bfloat16 and put.tolist() == [[[9, 9], [2, 3], [9, 9]]]
+    other = jnp.stack([value + 10, value + 20])  # of layers 0 and 1
+    seen = {"positions": jnp.array([[4, 5, 6]], jnp.int32), "layer": jnp.int32(1)}
+    patch = PatchAt(other, jnp.int32(1), jnp.int32(5))
+    assert patch(value, seen).tolist() == [[[0, 1], [22, 23], [4, 5]]]
+    assert patch(value, seen | {"layer": jnp.int32(0)}).tolist() == value.tolist()
+    weights = jnp.array([[[0.25, 0.75]]])
+    found = WithoutExpert(jnp.int32(3))(weights, {"expert_ids": jnp.array([[[3, 1]]], jnp.int32)})
+    assert found.tolist() == [[[0, 0.75]]]
+    blocks = jnp.array([[[[0, 1, 2], [0, 2, -1]], [[0, 1, 2], [0, -1, -1]]]], jnp.int32)  # [B K T J]
+    found = WithoutBlock(jnp.int32(0), jnp.array([True, True]))(blocks)
+    assert found.tolist() == [[[[1, 2, -1], [2, -1, -1]], [[1, 2, -1], [0, -1, -1]]]]  # the own block stays
+    found = WithoutBlock(jnp.int32(2), jnp.array([False, True]))(blocks)
+    assert found.tolist() == blocks.tolist()
+    found = WithoutBlock(jnp.int32(1), jnp.array([False, True]))(blocks)
+    assert found[0, 0].tolist() == blocks[0, 0].tolist() and found[0, 1, 0].tolist() == [0, 2, -1]
+
+
+def test_settings_of_edits_are_no_arrays():
+    assert_settings_are_static(inside)
 
 
 def test_arrays_of_an_edit_are_arguments():
