@@ -1,8 +1,9 @@
 """The backends of an op: each is a folder inside the op's own, imported when it is first asked for.
 
-An op's `__init__.py` has the signature, the docstring and the checks. The folder of a backend has what differs:
+An op's `__init__.py` has its `Call`: operands, options, the docstring and the checks. The folder of a backend has what
+differs:
 
-- `run(...)` takes the arguments of the op but `backend`, all of them checked. It computes, and checks nothing again.
+- `run(call, config)` takes a checked call, and sizes of tiles or None. It computes, and checks nothing again.
 - `LIMITS`, a `Limits`, says which operands and options its kernels take; the op refuses the others by it.
 - `Config`, a `TileConfig`, has the sizes of its tiles, if there are any to choose.
 
@@ -11,6 +12,7 @@ A new backend is a new folder with these. Neither the op nor its other folders c
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable
 from types import ModuleType
@@ -52,6 +54,46 @@ class Limits:
     schedules: tuple[str, ...] = ()
     max_blocks: int | None = None
     interpreters: tuple[type, ...] = (bool,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of an op: its operands and static options. The docstring of an op's own class is its contract.
+
+    Attributes:
+      interpret: True to run on the CPU; for "mosaic_tpu" also `pltpu.InterpretParams`.
+    """
+
+    interpret: Interpret = False
+
+    def check(self, limits: Limits) -> None:
+        """Raise ValueError where operands do not fit together, or a backend does not take them."""
+
+
+def op(call_class: type[Call]) -> Callable[..., Any]:
+    """Return the function of an op: it makes a call, has it checked, and has a backend run it.
+
+    Beside the fields of the call it takes two arguments by name: `backend`, a folder in the op's own, and `config`,
+    tile sizes of that backend, which None leaves to it. It raises ValueError for a backend that the op does not have,
+    for an option that only another backend understands, and for what `check` or the backend refuses.
+
+    Args:
+      call_class: the class of the op's calls, in the op's package.
+    """
+    package = call_class.__module__
+
+    def run(*operands: Any, backend: str, config: TileConfig | None = None, **options: Any) -> Any:
+        call = call_class(*operands, **options)
+        runner = load_backend(package, backend, config, call.interpret)
+        call.check(runner.LIMITS)
+        return runner.run(call, config)
+
+    run.__name__ = run.__qualname__ = package.rpartition(".")[2]
+    run.__module__, run.__doc__ = package, call_class.__doc__
+    fields = inspect.signature(call_class)
+    own = [inspect.signature(run).parameters[name] for name in ("backend", "config")]
+    run.__signature__ = fields.replace(parameters=[*fields.parameters.values(), *own])
+    return run
 
 
 def backend_names(op: str) -> tuple[str, ...]:

@@ -24,10 +24,10 @@ def check_few_queries(queries: int, other_op: str) -> None:
 def check_index(
     index_q: Float[Array, "B T K H"],
     index_k: Pages,
-    *,
     top_k: int,
     local_blocks: int,
     init_blocks: int,
+    *,
     limits: Limits,
     interpret: Interpret,
 ) -> None:
@@ -97,3 +97,10 @@ def check_expert_weights(
         )
     if len({x.dtype, gate.dtype, up.dtype, down.dtype}) > 1:
         raise ValueError(f"x is {x.dtype}, gate {gate.dtype}, up {up.dtype}, down {down.dtype}: need one dtype")
+
+
+def check_tiles(pair: Int[Array, "Y C"], heights: tuple[int, ...]) -> None:
+    """Raise ValueError for tiles of pairs of another height."""
+    if pair.shape[1] not in heights:
+        allowed = ", ".join(map(str, heights[:-1]))
+        raise ValueError(f"tiles of {pair.shape[1]} tokens: need {allowed} or {heights[-1]}")

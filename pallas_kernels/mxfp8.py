@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, UInt8
+from jaxtyping import Array, Float, UInt8
 
 BLOCK = 32  # input channels that share a scale
 NAN_SCALE = 255  # the one scale that is no power of two
@@ -33,3 +33,25 @@ def check_weights(name: str, weights: Weights) -> None:
             f"{name} has codes {weights.codes.shape} and scales {weights.scales.shape}: need a scale for every {BLOCK} "
             "input channels"
         )
+
+
+def check_experts(x: Float[Array, "X D"], gate: Weights, up: Weights, down: Weights) -> None:
+    """Raise ValueError where tokens and the matrices of experts do not fit together.
+
+    Args:
+      x: the tokens.
+      gate: of shape [L E D F].
+      up: likewise.
+      down: of shape [L E F D].
+    """
+    width = x.shape[1]
+    layers, experts, inputs, hidden = gate.codes.shape
+    if gate.codes.shape != up.codes.shape or inputs != width or down.codes.shape != (layers, experts, hidden, width):
+        raise ValueError(
+            f"x has width {width}, gate has shape {gate.codes.shape}, up {up.codes.shape}, down {down.codes.shape}: "
+            f"need [L E D F] twice and [L E F D] with D = {width}"
+        )
+    for name, weights in (("gate", gate), ("up", up), ("down", down)):
+        check_weights(name, weights)
+    if x.dtype.itemsize != 2:
+        raise ValueError(f"x is {x.dtype}: need bfloat16 or float16")

@@ -113,6 +113,8 @@ def as_written(
     if signature is None:
         return None
     value = inspect.unwrap(getattr(value, "__func__", value))
+    if inspect.isfunction(value) and hasattr(value, "__signature__"):  # it takes the fields of a class
+        return None
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
     except (OSError, TypeError):  # made by a decorator, as what a dataclass adds is

@@ -1,38 +1,26 @@
 """The feed-forward experts of a mixture, each for the tokens that chose it."""
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backends import Interpret, TileConfig, load_backend
-from pallas_kernels.checks import check_expert_weights
+from pallas_kernels import backends
+from pallas_kernels.backends import Limits, op
+from pallas_kernels.checks import check_expert_weights, check_tiles
 
 __all__ = ["grouped_experts"]
 
 _TILES = (16, 32, 64, 128)  # tokens
 
 
-def grouped_experts(
-    x: Float[Array, "X D"],
-    gate: Float[Array, "L E D F"],
-    up: Float[Array, "L E D F"],
-    down: Float[Array, "L E F D"],
-    layer: Int[Array, ""],
-    expert: Int[Array, " Y"],
-    pair: Int[Array, "Y C"],
-    count: Int[Array, " Y"],
-    *,
-    num_chosen: int,
-    activate: Callable[[Array, Array], Array],
-    backend: str,
-    config: TileConfig | None = None,
-    interpret: Interpret = False,
-) -> Float[Array, "X A D"]:
+@dataclass(frozen=True)
+class Call(backends.Call):
     """Apply each expert to each of its tokens: `activate(x gate, x up) down`.
 
     A pair is a token and one of the A experts that it chose: pair p is token p // A's choice p % A.
 
-    Args:
+    Attributes:
       x: tokens; bfloat16, float16 or float32.
       gate: weights of a stack of layers, in x's dtype.
       up: likewise.
@@ -43,22 +31,27 @@ def grouped_experts(
       count: how many of its pairs count. A tile of 0 is skipped.
       num_chosen: A.
       activate: of two arrays in float32, element by element.
-      backend: "triton".
-      config: tile sizes, a `Config` of the backend.
-      interpret: run on the CPU.
 
     Returns:
       Outputs in float32, not yet weighted, each at its pair's token and choice; undefined for a pair in no tile.
-
-    Raises:
-      ValueError: operands that do not fit together, widths that are not whole pieces of a program, an unknown backend,
-        or an option of another one.
     """
-    runner = load_backend(__name__, backend, config, interpret)
-    check_expert_weights(x, gate, up, down)
-    if pair.shape[1] not in _TILES:
-        raise ValueError(f"tiles of {pair.shape[1]} tokens: need {', '.join(map(str, _TILES[:-1]))} or {_TILES[-1]}")
-    return runner.run(
-        x, gate, up, down, layer, expert, pair, count,
-        num_chosen=num_chosen, activate=activate, config=config, interpret=interpret,
-    )  # fmt: skip
+
+    x: Float[Array, "X D"]
+    gate: Float[Array, "L E D F"]
+    up: Float[Array, "L E D F"]
+    down: Float[Array, "L E F D"]
+    layer: Int[Array, ""]
+    expert: Int[Array, " Y"]
+    pair: Int[Array, "Y C"]
+    count: Int[Array, " Y"]
+    _: KW_ONLY
+    num_chosen: int
+    activate: Callable[[Array, Array], Array]
+
+    def check(self, limits: Limits) -> None:
+        """Raise ValueError where operands do not fit together."""
+        check_expert_weights(self.x, self.gate, self.up, self.down)
+        check_tiles(self.pair, _TILES)
+
+
+grouped_experts = op(Call)

@@ -1,31 +1,25 @@
 """Index scores and the best blocks of each query, in one kernel."""
 
+from dataclasses import KW_ONLY, dataclass
+
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backends import Interpret, TileConfig, load_backend
+from pallas_kernels import backends
+from pallas_kernels.backends import Limits, op
 from pallas_kernels.checks import check_index
 from pallas_kernels.pages import Pages
 
 __all__ = ["index_topk"]
 
+# Block ids, and with `return_keys` what they are ordered by.
+Selected = Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]
 
-def index_topk(
-    index_q: Float[Array, "B T K H"],
-    index_k: Pages,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    top_k: int,
-    local_blocks: int = 1,
-    init_blocks: int = 0,
-    return_keys: bool = False,
-    backend: str,
-    config: TileConfig | None = None,
-    interpret: Interpret = False,
-) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
+
+@dataclass(frozen=True)
+class Call(backends.Call):
     """The blocks that each query keeps, by the highest score of their keys: no score is ever written.
 
-    Args:
+    Attributes:
       index_q: index queries after norm and RoPE; bfloat16 or float32, and float16 with "triton".
       index_k: index keys, `contiguous` or `paged`, in the same dtype, and with "mosaic_tpu" also in float8_e4m3fn.
       positions: absolute position of each query; < 0 or >= lengths marks padding.
@@ -34,23 +28,33 @@ def index_topk(
       local_blocks: forced blocks ending with the own one.
       init_blocks: forced blocks at the start.
       return_keys: also return by which keys the blocks are ordered, so that several selections can be joined.
-      backend: "triton" or "mosaic_tpu".
-      config: tile sizes, a `Config` of the backend.
-      interpret: run on the CPU; on "mosaic_tpu" also `pltpu.InterpretParams`.
 
     Returns:
       Ascending ids, then -1: score descending, then id ascending; a block of nothing but NaN ranks last. With
       `return_keys` the ids come in any order, with their keys in float32: the score, finite; +inf for a forced block,
       which the own one is; the lowest number for NaN; -inf for an unused slot.
 
-    Raises:
-      ValueError: counts that contradict each other, keys of another dtype or width, pages that the backend cannot
-        reach, an unknown backend, or an option of another one.
-
     Source: paper section 3; MiniMax-AI/MSA reference top-k.
     """
-    runner = load_backend(__name__, backend, config, interpret)
-    rules = dict(top_k=top_k, local_blocks=local_blocks, init_blocks=init_blocks)
-    check_index(index_q, index_k, **rules, limits=runner.LIMITS, interpret=interpret)
-    options = dict(return_keys=return_keys, config=config, interpret=interpret)
-    return runner.run(index_q, index_k, positions, lengths, **rules, **options)
+
+    index_q: Float[Array, "B T K H"]
+    index_k: Pages
+    positions: Int[Array, "B T"]
+    lengths: Int[Array, " B"]
+    _: KW_ONLY
+    top_k: int
+    local_blocks: int = 1
+    init_blocks: int = 0
+    return_keys: bool = False
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """(top_k, local_blocks, init_blocks)."""
+        return self.top_k, self.local_blocks, self.init_blocks
+
+    def check(self, limits: Limits) -> None:
+        """Raise ValueError for counts that contradict each other, and keys or pages that a backend does not take."""
+        check_index(self.index_q, self.index_k, *self.counts, limits=limits, interpret=self.interpret)
+
+
+index_topk = op(Call)

@@ -1,35 +1,24 @@
 """The feed-forward experts of a mixture, each for the tokens that chose it, with weights in MXFP8."""
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.backends import Interpret, TileConfig, load_backend
-from pallas_kernels.mxfp8 import Weights, check_weights
+from pallas_kernels import backends
+from pallas_kernels.backends import Limits, op
+from pallas_kernels.mxfp8 import Weights, check_experts
 
 __all__ = ["Weights", "mxfp8_experts"]
 
 
-def mxfp8_experts(
-    x: Float[Array, "X D"],
-    gate: Weights,
-    up: Weights,
-    down: Weights,
-    layer: Int[Array, ""],
-    expert: Int[Array, " Y"],
-    token: Int[Array, "Y C"],
-    valid: Bool[Array, "Y C"],
-    *,
-    activate: Callable[[Array, Array], Array],
-    backend: str,
-    config: TileConfig | None = None,
-    interpret: Interpret = False,
-) -> Float[Array, "Y C D"]:
+@dataclass(frozen=True)
+class Call(backends.Call):
     """Apply each expert to each of its tokens: `activate(x gate, x up) down`, of weights in x's dtype.
 
     Codes and scales become numbers in registers, so that 1 + 1/32 bytes are read from memory for each weight.
 
-    Args:
+    Attributes:
       x: tokens; bfloat16 or float16.
       gate: of shape [L E D F].
       up: likewise.
@@ -41,31 +30,27 @@ def mxfp8_experts(
       valid: True for the rows that count. A tile without any is skipped; its output, like an invalid row's, is
         undefined.
       activate: of two arrays in float32, element by element.
-      backend: "triton".
-      config: tile sizes, a `Config` of the backend.
-      interpret: run on the CPU.
 
     Returns:
       Outputs in float32, not yet weighted.
-
-    Raises:
-      ValueError: operands that do not fit together, widths that are not whole tiles of the backend, an unknown backend,
-        or an option of another one.
     """
-    runner = load_backend(__name__, backend, config, interpret)
-    tile_tokens, width = token.shape[1], x.shape[1]
-    layers, experts, inputs, hidden = gate.codes.shape
-    if gate.codes.shape != up.codes.shape or inputs != width or down.codes.shape != (layers, experts, hidden, width):
-        raise ValueError(
-            f"x has width {width}, gate has shape {gate.codes.shape}, up {up.codes.shape}, down {down.codes.shape}: "
-            f"need [L E D F] twice and [L E F D] with D = {width}"
-        )
-    for name, weights in (("gate", gate), ("up", up), ("down", down)):
-        check_weights(name, weights)
-    if x.dtype.itemsize != 2:
-        raise ValueError(f"x is {x.dtype}: need bfloat16 or float16")
-    if tile_tokens not in (1, 16, 32, 64):
-        raise ValueError(f"tiles of {tile_tokens} tokens: need 1, 16, 32 or 64 tokens")
-    return runner.run(
-        x, gate, up, down, layer, expert, token, valid, activate=activate, config=config, interpret=interpret
-    )
+
+    x: Float[Array, "X D"]
+    gate: Weights
+    up: Weights
+    down: Weights
+    layer: Int[Array, ""]
+    expert: Int[Array, " Y"]
+    token: Int[Array, "Y C"]
+    valid: Bool[Array, "Y C"]
+    _: KW_ONLY
+    activate: Callable[[Array, Array], Array]
+
+    def check(self, limits: Limits) -> None:
+        """Raise ValueError where operands do not fit together."""
+        check_experts(self.x, self.gate, self.up, self.down)
+        if self.token.shape[1] not in (1, 16, 32, 64):
+            raise ValueError(f"tiles of {self.token.shape[1]} tokens: need 1, 16, 32 or 64 tokens")
+
+
+mxfp8_experts = op(Call)

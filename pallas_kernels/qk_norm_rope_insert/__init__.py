@@ -1,11 +1,13 @@
 """Norm and rotary embedding of queries and keys, and the write of keys and values into their pages."""
 
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backends import Interpret, load_backend
+from pallas_kernels import backends
+from pallas_kernels.backends import Limits, op
 from pallas_kernels.checks import check_pages
 from pallas_kernels.pages import Pages
 
@@ -32,26 +34,11 @@ class Written(NamedTuple):
     index_k: Float[Array, "Y P I"] | None
 
 
-def qk_norm_rope_insert(
-    x: Projected,
-    norms: Projected,
-    cos: Float[Array, "B T R"],
-    sin: Float[Array, "B T R"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    k: Pages,
-    v: Pages,
-    index_k: Pages | None = None,
-    *,
-    eps: float,
-    dtype: jax.typing.DTypeLike,
-    scales: Float[Array, "3 K"] | None = None,
-    backend: str,
-    interpret: Interpret = False,
-) -> Written:
+@dataclass(frozen=True)
+class Call(backends.Call):
     """Norm, rotate and write a layer's new tokens.
 
-    Args:
+    Attributes:
       x: q `[B T N H]`, k and v `[B T K H]`, and for a sparse layer index_q `[B T K I]` and index_k `[B T I]`; best in
         float32, as the projections accumulate, and with "mosaic_tpu" finite.
       norms: weights of the norms, `[H]` and `[I]`; applied as 1 + weight. None for queries, or index queries, that are
@@ -67,27 +54,36 @@ def qk_norm_rope_insert(
       dtype: of the queries.
       scales: what stored keys, values and index keys (head 0) are multiplied with when read: they are stored divided
         by it.
-      backend: "triton" or "mosaic_tpu".
-      interpret: run on the CPU; on "mosaic_tpu" also `pltpu.InterpretParams`.
 
     Returns:
       Written. The pools keep their shapes `[pages P H]`.
 
-    Raises:
-      ValueError: index projections without index pages or the other way round, pages of another width, pages that the
-        backend cannot reach, an unknown backend, or an option of another one.
-
     Source: transformers `MiniMaxM3VLRMSNorm`, rotary embedding over half-split dims.
     """
-    runner = load_backend(__name__, backend, None, interpret)
-    _check_together(x, k, v, index_k, cos)
-    for name, pages in (("k", k), ("v", v), ("index_k", index_k)):
-        if pages is not None:
-            check_pages(name, pages, x.q.shape[0], runner.LIMITS, interpret)
-    return runner.run(
-        x, norms, cos, sin, positions, lengths, k, v, index_k,
-        eps=eps, dtype=dtype, scales=scales, interpret=interpret,
-    )  # fmt: skip
+
+    x: Projected
+    norms: Projected
+    cos: Float[Array, "B T R"]
+    sin: Float[Array, "B T R"]
+    positions: Int[Array, "B T"]
+    lengths: Int[Array, " B"]
+    k: Pages
+    v: Pages
+    index_k: Pages | None = None
+    _: KW_ONLY
+    eps: float
+    dtype: jax.typing.DTypeLike
+    scales: Float[Array, "3 K"] | None = None
+
+    def check(self, limits: Limits) -> None:
+        """Raise ValueError where operands do not fit together."""
+        _check_together(self.x, self.k, self.v, self.index_k, self.cos)
+        for name, pages in (("k", self.k), ("v", self.v), ("index_k", self.index_k)):
+            if pages is not None:
+                check_pages(name, pages, self.x.q.shape[0], limits, self.interpret)
+
+
+qk_norm_rope_insert = op(Call)
 
 
 def _check_together(x: Projected, k: Pages, v: Pages, index_k: Pages | None, cos: Float[Array, "B T R"]) -> None:

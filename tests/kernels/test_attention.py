@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import comparisons
-from support.kernels_inputs import attention, check, lay_out, of_definition, run_attention, view
+from support.kernels_inputs import attention, check, in_chunks, lay_out, of_definition, run_attention, view
 from support.msa_strategies import FOURS, RAGGED, Case, cases, dense_attention, prefill
 from support.msa_strategies import GROUPED as TWO_TIMES_TWO
 from support.msa_strategies import attention as definition
@@ -23,7 +23,7 @@ from pallas_kernels.gradient import with_gradient
 from pallas_kernels.pages import contiguous
 from pallas_kernels.sparse_decode import MAX_QUERIES, sparse_decode
 from pallas_kernels.sparse_decode.triton import Config as DecodeConfig
-from pallas_kernels.sparse_prefill import sparse_prefill
+from pallas_kernels.sparse_prefill import Call, sparse_prefill
 from pallas_kernels.sparse_prefill.triton import Config, kv_block_major, union
 
 by_block = import_module("pallas_kernels.sparse_prefill.triton.kv_block_major")  # its function has its name
@@ -34,7 +34,7 @@ TILE = Config(tokens=4, keys=4)
 KERNELS = {
     "query_union": dict(op=sparse_prefill, backend="triton", schedule="query_union", config=TILE),
     "kv_block_major": dict(op=sparse_prefill, backend="triton", schedule="kv_block_major", config=TILE),
-    "chunks": dict(op=kv_block_major, config=Config(tokens=2, keys=4), chunk=16),
+    "chunks": dict(op=partial(in_chunks, kv_block_major, Call, 16), config=Config(tokens=2, keys=4)),
     "decode": dict(op=sparse_decode, backend="triton", config=DecodeConfig(keys=4, programs=1)),
     "split decode": dict(op=sparse_decode, backend="triton", config=DecodeConfig(keys=2, programs=1000)),
 }

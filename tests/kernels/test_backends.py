@@ -77,13 +77,14 @@ def test_another_folder_is_another_backend(tmp_path, monkeypatch, unchecked):
     (folder / "__init__.py").write_text(
         "from pallas_kernels.backends import Limits\n"
         "LIMITS = Limits(max_blocks=10)\n"
-        "def run(index_q, index_k, positions, lengths, **options): return options\n"
+        "def run(call, config): return call, config\n"
     )
     monkeypatch.setattr(op, "__path__", [*op.__path__, str(tmp_path)])
     assert backend_names("pallas_kernels.index_topk") == ("mosaic_tpu", "third", "triton")
     q, k, *at = operands()
-    options = op.index_topk(q, k, *at, top_k=3, backend="third")
-    assert options == dict(top_k=3, local_blocks=1, init_blocks=0, return_keys=False, config=None, interpret=False)
+    call, config = op.index_topk(q, k, *at, top_k=3, backend="third")
+    assert call.index_q is q and call.index_k is k and config is None and call.interpret is False
+    assert call.counts == (3, 1, 0) and not call.return_keys  # a query's own block is kept, and no keys are returned
     with pytest.raises(ValueError, match="backend = 'third' takes no tile sizes"):
         op.index_topk(q, k, *at, top_k=3, backend="third", config=Config())
     with pytest.raises(ValueError, match="must be the same"):

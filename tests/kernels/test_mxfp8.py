@@ -368,7 +368,7 @@ def test_the_works_of_a_product_are_all_of_it_once(num_rows, channels_and_widths
         return [np.nan_to_num(out) for out in written]
 
     with mock.patch.multiple(project_mosaic, multiply_pieces=in_numpy, num_programs=lambda: programs):
-        found = project_mosaic.run(jnp.asarray(x, jnp.bfloat16), weights, jnp.int32(0), config=None, interpret=False)
+        found = mxfp8_project(jnp.asarray(x, jnp.bfloat16), weights, jnp.int32(0), backend="mosaic_gpu")
     for out, matrix in zip(found, matrices, strict=True):
         np.testing.assert_array_equal(out, x @ matrix)
 

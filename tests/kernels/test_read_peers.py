@@ -40,7 +40,7 @@ def by_programs(arrays: list[np.ndarray], sizes: dict[str, int], result: str) ->
 
     def run(kernel) -> list[np.ndarray]:
         with mock.patch.object(mosaic_gpu.plgpu, "kernel", kernel), mock.patch.object(jax.lax, "axis_size", sizes.get):
-            return [mosaic_gpu.run(jnp.asarray(x), tuple(sizes), result, interpret=False) for x in arrays]
+            return [read_peers(jnp.asarray(x), tuple(sizes), result, backend="mosaic_gpu") for x in arrays]
 
     run(gather_calls)  # all operands lie in memory before a program runs, as behind the barrier
     for mine, (place, (body, num_programs)) in enumerate(zip(places, calls, strict=True)):

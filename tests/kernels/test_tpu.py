@@ -23,7 +23,7 @@ from support import msa_reference as reference
 from support.comparisons import assert_close, assert_same_sets
 from support.insertion import EPS, draw
 from support.insertion import expected as inserted
-from support.kernels_inputs import check, lay_out, of_definition, view
+from support.kernels_inputs import check, in_chunks, lay_out, of_definition, view
 from support.msa_strategies import (
     FOURS,
     GROUPED,
@@ -53,7 +53,7 @@ from pallas_kernels.pages import paged
 from pallas_kernels.qk_norm_rope_insert import qk_norm_rope_insert
 from pallas_kernels.sparse_decode import sparse_decode
 from pallas_kernels.sparse_decode.mosaic_tpu import Config as DecodeConfig
-from pallas_kernels.sparse_prefill import sparse_prefill
+from pallas_kernels.sparse_prefill import Call, sparse_prefill
 from pallas_kernels.sparse_prefill.mosaic_tpu import Config, kv_block_major
 
 further = pytest.mark.further
@@ -67,7 +67,7 @@ INDEX = {
 }
 ATTENTION = {
     "query_union": dict(op=sparse_prefill, backend="mosaic_tpu", schedule="query_union", config=Config(tokens=4)),
-    "kv_block_major": dict(op=kv_block_major, config=Config(tokens=4), chunk=16),
+    "kv_block_major": dict(op=partial(in_chunks, kv_block_major, Call, 16), config=Config(tokens=4)),
     "decode": dict(op=sparse_decode, backend="mosaic_tpu"),
     "decode in pieces": dict(op=sparse_decode, backend="mosaic_tpu", config=DecodeConfig(slots=2)),
 }

@@ -1,5 +1,6 @@
 """Operands for the tests of pallas_kernels: keys and values in memory that holds NaN wherever nothing may look."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,6 +13,11 @@ from support.msa_strategies import attention as definition
 from m3jax.msa import SelectionRules, block_scores
 from m3jax.msa.definition import selection_keys
 from pallas_kernels.pages import Pages, contiguous, paged
+
+
+def in_chunks(schedule: Callable[..., tuple], call_class: type, chunk: int, *operands, config, **options) -> tuple:
+    """Attention by the schedule kv_block_major, as an op, with the partial outputs of so many queries at once."""
+    return schedule(call_class(*operands, **options), config, chunk=chunk)
 
 
 def lay_out(layout: str, x: np.ndarray, case: Case) -> tuple[np.ndarray, np.ndarray | None]:

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.add_norm import Call
 from pallas_kernels.backends import Limits
 
 _LONGEST_PIECE = 8192
@@ -15,24 +16,17 @@ _LONGEST_PIECE = 8192
 LIMITS = Limits()
 
 
-def run(
-    x: Float[Array, "X D"],
-    update: Float[Array, "X D"] | None,
-    weight: Float[Array, " D"],
-    *,
-    eps: float,
-    interpret: bool,
-) -> tuple[Float[Array, "X D"], Float[Array, "X D"]]:
-    """Run `add_norm` on checked operands."""
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+def run(call: Call, config: None) -> tuple[Float[Array, "X D"], Float[Array, "X D"]]:
+    """Run `add_norm` on a checked call."""
+    out = jax.ShapeDtypeStruct(call.x.shape, call.x.dtype)
     return pl.pallas_call(
-        partial(_kernel, eps=eps),
-        grid=(len(x),),
+        partial(_kernel, eps=call.eps),
+        grid=(len(call.x),),
         out_shape=(out, out),
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
-        interpret=interpret,
+        interpret=call.interpret,
         name="add_norm",
-    )(x, update, weight)
+    )(call.x, call.update, call.weight)
 
 
 def _kernel(x_ref, update_ref, weight_ref, sum_ref, norm_ref, *, eps: float):

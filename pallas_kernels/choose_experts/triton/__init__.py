@@ -9,30 +9,29 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.backends import Limits
+from pallas_kernels.choose_experts import Call
 
 LIMITS = Limits()
 
 
-def run(
-    logits: Float32[Array, "X E"], bias: Float32[Array, " E"], *, top_k: int, interpret: bool
-) -> tuple[Int32[Array, "X A"], Float32[Array, "X A"]]:
-    """Run `choose_experts` on checked operands.
+def run(call: Call, config: None) -> tuple[Int32[Array, "X A"], Float32[Array, "X A"]]:
+    """Run `choose_experts` on a checked call.
 
     Raises:
       ValueError: a number of experts that is no power of two.
     """
-    num_tokens, num_experts = logits.shape
+    num_tokens, num_experts = call.logits.shape
     if num_experts & num_experts - 1:
         raise ValueError(f"{num_experts} experts: need a power of two")
-    shape = num_tokens, top_k
+    shape = num_tokens, call.top_k
     return pl.pallas_call(
-        partial(_kernel, top_k=top_k),
+        partial(_kernel, top_k=call.top_k),
         grid=(num_tokens,),
         out_shape=(jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
-        interpret=interpret,
+        interpret=call.interpret,
         name="choose_experts",
-    )(logits, bias)
+    )(call.logits, call.bias)
 
 
 def _kernel(logits_ref, bias_ref, ids_ref, weights_ref, *, top_k: int):

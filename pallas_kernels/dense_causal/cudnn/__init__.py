@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.dense_causal import Call
 from pallas_kernels.pages import Pages, seen_positions
 
 __all__ = ["LIMITS", "Config", "Part", "in_order", "run", "run_behind_prefix"]
@@ -61,19 +62,8 @@ def in_order(k: Pages, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) 
     return follow & jnp.all(k.holds(k.table) | ~is_needed)
 
 
-def run(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    kv_heads: int,
-    return_lse: bool,
-    config: Config | None,
-    interpret: bool,
-) -> tuple[Array, ...]:
-    """Run `dense_causal` on checked operands of which `in_order` is true; others get any numbers.
+def run(call: Call, config: Config | None) -> tuple[Array, ...]:
+    """Run `dense_causal` on a checked call of which `in_order` is true; others get any numbers.
 
     In interpret mode the parts are computed by XLA, and the rest as on the device.
 
@@ -83,25 +73,14 @@ def run(
 
     def own_part(q: Float[Array, "B T N H"], seen: Int[Array, "B T"]) -> Part:
         count, first = _queries(seen)
-        k_and_v = (_own_tokens(pages, first, count, q.shape[1], kv_heads) for pages in (k, v))
-        return *_attend(interpret, q, *k_and_v, None), first
+        k_and_v = (_own_tokens(pages, first, count, q.shape[1], call.kv_heads) for pages in (call.k, call.v))
+        return *_attend(call.interpret, q, *k_and_v, None), first
 
-    options = dict(kv_heads=kv_heads, return_lse=return_lse, config=config, interpret=interpret)
-    return run_behind_prefix(own_part, q, k, v, positions, lengths, **options)
+    return run_behind_prefix(own_part, call, config)
 
 
 def run_behind_prefix(
-    last_part: Callable[[Float[Array, "B T N H"], Int[Array, "B T"]], Part],
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    kv_heads: int,
-    return_lse: bool,
-    config: Config | None,
-    interpret: bool,
+    last_part: Callable[[Float[Array, "B T N H"], Int[Array, "B T"]], Part], call: Call, config: Config | None
 ) -> tuple[Array, ...]:
     """Run `dense_causal` on rows whose queries all see a prefix: cuDNN attends to that, piece by piece.
 
@@ -109,33 +88,33 @@ def run_behind_prefix(
       last_part: attends to the keys behind the prefixes. Given queries, which may be padded, and the last key that each
         sees (-1 for none), it returns outputs and log-sum-exps (0 and -inf for a query that sees none of these keys),
         and how many keys at the beginning of each row are the prefix, of which it has none.
-      q, k, v, positions, lengths, kv_heads, return_lse, config, interpret: as of `run`.
+      call, config: as of `run`.
 
     Raises:
       ValueError: float32.
     """
-    if q.dtype not in (jnp.bfloat16, jnp.float16) and not interpret:
-        raise ValueError(f"q is {q.dtype}: cuDNN takes bfloat16 and float16")
-    num_queries = q.shape[1]
+    if call.q.dtype not in (jnp.bfloat16, jnp.float16) and not call.interpret:
+        raise ValueError(f"q is {call.q.dtype}: cuDNN takes bfloat16 and float16")
+    num_queries = call.q.shape[1]
     filling = (0, 0), (0, max(_LEAST_QUERIES - num_queries, 0))
-    q, positions = jnp.pad(q, (*filling, (0, 0), (0, 0))), jnp.pad(positions, filling, constant_values=-1)
-    last_seen = seen_positions(positions, lengths, q.shape[1])
+    q, positions = jnp.pad(call.q, (*filling, (0, 0), (0, 0))), jnp.pad(call.positions, filling, constant_values=-1)
+    last_seen = seen_positions(positions, call.lengths, q.shape[1])
     out, lse, prefix = last_part(q, last_seen)
-    blocks = min((config or Config()).piece, k.num_blocks)
-    tokens = blocks * k.block_size
+    blocks = min((config or Config()).piece, call.k.num_blocks)
+    tokens = blocks * call.k.block_size
 
     def add_piece(i, parts):
         seen = jnp.clip(prefix - i * tokens, 0, tokens)  # [B]
-        piece = (_blocks(pages, i * blocks, blocks, seen, kv_heads) for pages in (k, v))
+        piece = (_blocks(pages, i * blocks, blocks, seen, call.kv_heads) for pages in (call.k, call.v))
         # A row that ends before this piece has one key in it, for cuDNN; it counts for nothing.
-        piece_out, piece_lse = _attend(interpret, q, *piece, jnp.maximum(seen, 1))
+        piece_out, piece_lse = _attend(call.interpret, q, *piece, jnp.maximum(seen, 1))
         return _join(*parts, piece_out, jnp.where((seen > 0)[:, None, None], piece_lse, -jnp.inf))
 
     num_pieces = (jnp.max(prefix) + tokens - 1) // tokens
     out, lse = jax.lax.fori_loop(0, num_pieces, add_piece, (out.astype(jnp.float32), lse))
     sees_any = (last_seen >= 0)[..., None]  # [B T 1]
     out = jnp.where(sees_any[..., None], out, 0.0).astype(q.dtype)[:, :num_queries]
-    return (out, jnp.where(sees_any, lse, -jnp.inf)[:, :num_queries]) if return_lse else (out,)
+    return (out, jnp.where(sees_any, lse, -jnp.inf)[:, :num_queries]) if call.return_lse else (out,)
 
 
 def _queries(seen: Int[Array, "B T"]) -> tuple[Int[Array, " B"], Int[Array, " B"]]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backends import Limits
-from pallas_kernels.dense_causal import triton
+from pallas_kernels.dense_causal import Call, triton
 from pallas_kernels.dense_causal.cudnn import Config, Part, run_behind_prefix
 from pallas_kernels.pages import Pages, seen_positions
 from pallas_kernels.triton_common import check_pool
@@ -42,19 +42,8 @@ def in_order(k: Pages, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) 
     return jnp.all(is_in_rest) & jnp.all(k.holds(k.table) | ~is_needed)
 
 
-def run(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    kv_heads: int,
-    return_lse: bool,
-    config: Config | None,
-    interpret: bool,
-) -> tuple[Array, ...]:
-    """Run `dense_causal` on checked operands of which `in_order` is true; others get any numbers.
+def run(call: Call, config: Config | None) -> tuple[Array, ...]:
+    """Run `dense_causal` on a checked call of which `in_order` is true; others get any numbers.
 
     In interpret mode the prefix is computed by XLA, and the rest as on the device.
 
@@ -63,17 +52,16 @@ def run(
     """
 
     def rest(q: Float[Array, "B T N H"], seen: Int[Array, "B T"]) -> Part:
-        first_block = _first_block(seen, k.block_size)
-        prefix = first_block * k.block_size  # [B]
-        columns = first_block[:, None] + jnp.arange(_rest_blocks(k, q.shape[1]), dtype=jnp.int32)  # [B blocks]
-        table = jnp.take_along_axis(k.table, columns, axis=1, mode="fill", fill_value=-1)
-        pages = (dataclasses.replace(one, table=table, num_blocks=table.shape[1]) for one in (k, v))
+        first_block = _first_block(seen, call.k.block_size)
+        prefix = first_block * call.k.block_size  # [B]
+        columns = first_block[:, None] + jnp.arange(_rest_blocks(call.k, q.shape[1]), dtype=jnp.int32)  # [B blocks]
+        table = jnp.take_along_axis(call.k.table, columns, axis=1, mode="fill", fill_value=-1)
+        k, v = (dataclasses.replace(one, table=table, num_blocks=table.shape[1]) for one in (call.k, call.v))
         behind = jnp.where(seen >= 0, seen - prefix[:, None], -1)  # -1 too for a query that sees the prefix alone
-        options = dict(kv_heads=kv_heads, return_lse=True, config=None, interpret=interpret)
-        return *triton.run(q, *pages, behind, lengths, **options), prefix
+        behind_prefix = dataclasses.replace(call, q=q, k=k, v=v, positions=behind, return_lse=True)
+        return *triton.run(behind_prefix, None), prefix
 
-    options = dict(kv_heads=kv_heads, return_lse=return_lse, config=config, interpret=interpret)
-    return run_behind_prefix(rest, q, k, v, positions, lengths, **options)
+    return run_behind_prefix(rest, call, config)
 
 
 def _first_block(seen: Int[Array, "B T"], block_size: int) -> Int[Array, " B"]:

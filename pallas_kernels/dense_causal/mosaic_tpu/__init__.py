@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Interpret, Limits, TileConfig
+from pallas_kernels.dense_causal import Call
 from pallas_kernels.mosaic_common import (
     INTERPRETERS,
     PREFETCHED,
@@ -64,32 +65,23 @@ class Sizes:
         return self.tokens * self.group
 
 
-def run(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    kv_heads: int,
-    return_lse: bool,
-    config: Config | None,
-    interpret: Interpret,
-) -> tuple[Array, ...]:
-    """Run `dense_causal` on checked operands."""
-    batch, length, heads, width = q.shape
+def run(call: Call, config: Config | None) -> tuple[Array, ...]:
+    """Run `dense_causal` on a checked call."""
+    batch, length, heads, width = call.q.shape
     tokens = (config or Config()).tokens
     tiles = -(-length // tokens)
-    sizes = Sizes(k, tokens, tiles, kv_heads, heads // kv_heads, width)
-    query_positions = seen_positions(positions, lengths, tiles * tokens)
-    q = jnp.pad(q, ((0, 0), (0, tiles * tokens - length), (0, 0), (0, 0)))
-    rows_at_once = batch if k.table is None else max(1, PREFETCHED // k.num_blocks)
+    sizes = Sizes(call.k, tokens, tiles, call.kv_heads, heads // call.kv_heads, width)
+    query_positions = seen_positions(call.positions, call.lengths, tiles * tokens)
+    q = jnp.pad(call.q, ((0, 0), (0, tiles * tokens - length), (0, 0), (0, 0)))
+    rows_at_once = batch if call.k.table is None else max(1, PREFETCHED // call.k.num_blocks)
     parts = []
     for start in range(0, batch, rows_at_once):
         rows = slice(start, start + rows_at_once)
-        parts.append(_attend_rows(q[rows], v, query_positions[rows], rows=rows, sizes=sizes, interpret=interpret))
+        parts.append(
+            _attend_rows(q[rows], call.v, query_positions[rows], rows=rows, sizes=sizes, interpret=call.interpret)
+        )
     out, lse = (jnp.concatenate(part)[:, :length] for part in zip(*parts, strict=True))
-    return (out, lse) if return_lse else (out,)
+    return (out, lse) if call.return_lse else (out,)
 
 
 def _attend_rows(

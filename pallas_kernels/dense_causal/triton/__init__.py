@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.backends import Limits
+from pallas_kernels.dense_causal import Call
 from pallas_kernels.numbers import BEHIND_ALL
-from pallas_kernels.pages import FinderRefs, Pages, seen_positions
+from pallas_kernels.pages import FinderRefs, seen_positions
 from pallas_kernels.sparse_prefill.triton.query_union import default_config
 from pallas_kernels.sparse_prefill.triton.sizes import Config, Sizes
 from pallas_kernels.triton_common import Softmax, check_pool, div, dot, empty_softmax, finish, fold, late_first, rem
@@ -20,31 +21,20 @@ __all__ = ["LIMITS", "Config", "run"]
 LIMITS = Limits(check_pages=check_pool, config=Config)
 
 
-def run(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    kv_heads: int,
-    return_lse: bool,
-    config: Config | None,
-    interpret: bool,
-) -> tuple[Array, ...]:
-    """Run `dense_causal` on checked operands."""
-    batch, _, _, width = q.shape
-    config = config or default_config(q.dtype)
-    sizes = Sizes.of(q, k, kv_heads, 0, config, return_lse, interpret)
-    query_positions = seen_positions(positions, lengths, sizes.out_tokens)
+def run(call: Call, config: Config | None) -> tuple[Array, ...]:
+    """Run `dense_causal` on a checked call."""
+    batch, _, _, width = call.q.shape
+    config = config or default_config(call.q.dtype)
+    sizes = Sizes.of(call, call.kv_heads, 0, config)
+    query_positions = seen_positions(call.positions, call.lengths, sizes.out_tokens)
     out, lse = pl.pallas_call(
         partial(_kernel, sizes=sizes),
-        grid=(sizes.tiles, kv_heads, batch),
-        out_shape=sizes.out_shape(batch, q.dtype),
+        grid=(sizes.tiles, call.kv_heads, batch),
+        out_shape=sizes.out_shape(batch, call.q.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
+        interpret=call.interpret,
         name="dense_causal",
-    )(q.reshape(batch, -1, width), query_positions, k.pool, k.finder(), v.pool)
+    )(call.q.reshape(batch, -1, width), query_positions, call.k.pool, call.k.finder(), call.v.pool)
     return sizes.trim(out, lse)
 
 

@@ -3,30 +3,17 @@
 A query has as many pieces of work as its own position asks for; the programs divide those among themselves.
 """
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from pallas_kernels.pages import Pages
+from pallas_kernels.dense_decode import Call
 from pallas_kernels.sparse_decode.triton import LIMITS
 from pallas_kernels.sparse_decode.triton.attend import Config, attend
 
 __all__ = ["LIMITS", "Config", "run"]
 
 
-def run(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    kv_heads: int,
-    scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None,
-    return_lse: bool,
-    config: Config | None,
-    interpret: bool,
-) -> tuple[Array, ...]:
-    """Run `dense_decode` on checked operands."""
+def run(call: Call, config: Config | None) -> tuple[Array, ...]:
+    """Run `dense_decode` on a checked call."""
     return attend(
-        q, k, v, None, positions, lengths, kv_heads=kv_heads, slots=k.num_blocks, scales=scales,
-        return_lse=return_lse, config=config or Config(), interpret=interpret, name="dense_decode",
-    )  # fmt: skip
+        call, None, kv_heads=call.kv_heads, slots=call.k.num_blocks, config=config or Config(), name="dense_decode"
+    )

@@ -6,7 +6,6 @@ tile once; a tile that is not used reads and writes nothing.
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.backends import Interpret, Limits, TileConfig
+from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.expert_tiles import Call
 from pallas_kernels.mosaic_common import INTERPRETERS, Chip, dot_nn, kernel_cost
 
 __all__ = ["LIMITS", "Config", "run"]
@@ -40,34 +40,21 @@ class Lists(NamedTuple):
     expert: Any  # [Y]
 
 
-def run(
-    tokens: Float[Array, "Y C D"],
-    gate: Float[Array, "L E D F"],
-    up: Float[Array, "L E D F"],
-    down: Float[Array, "L E F D"],
-    layer: Int[Array, ""],
-    expert: Int[Array, " Y"],
-    used: Int[Array, ""],
-    row_weights: Float[Array, "Y C"],
-    *,
-    activate: Callable[[Array, Array], Array],
-    config: Config | None,
-    interpret: Interpret,
-) -> Float[Array, "Y C D"]:
-    """Run `expert_tiles` on checked operands.
+def run(call: Call, config: Config | None) -> Float[Array, "Y C D"]:
+    """Run `expert_tiles` on a checked call.
 
     Raises:
       ValueError: hidden channels that are not whole pieces.
     """
-    (tiles, rows, width), (_, experts, _, hidden) = tokens.shape, gate.shape
-    piece, chip = min((config or Config()).hidden, hidden), Chip.current(interpret)
+    (tiles, rows, width), (_, experts, _, hidden) = call.tokens.shape, call.gate.shape
+    piece, chip = min((config or Config()).hidden, hidden), Chip.current(call.interpret)
     if hidden % piece:
         raise ValueError(f"experts of {hidden} hidden channels: need a multiple of {piece}")
     pieces, per_core = hidden // piece, chip.steps_per_core(tiles)
     padding = per_core * chip.cores - tiles
-    tokens = jnp.pad(tokens, ((0, padding), (0, 0), (0, 0)))
-    row_weights = jnp.pad(row_weights.astype(jnp.float32), ((0, padding), (0, 0)))[..., None]  # [Y C 1]
-    lists = Lists(layer.reshape(1), used.reshape(1).astype(jnp.int32), jnp.pad(expert, (0, padding)))
+    tokens = jnp.pad(call.tokens, ((0, padding), (0, 0), (0, 0)))
+    row_weights = jnp.pad(call.row_weights.astype(jnp.float32), ((0, padding), (0, 0)))[..., None]  # [Y C 1]
+    lists = Lists(call.layer.reshape(1), call.used.reshape(1).astype(jnp.int32), jnp.pad(call.expert, (0, padding)))
 
     def tile_of(core, i, lists):
         """Return a core's tile; behind its last used one it stays there, and moves nothing."""
@@ -84,10 +71,10 @@ def run(
     of_tile = pl.BlockSpec((1, rows, width), at_tile)
     # Where every expert has as many pairs as the others.
     even = min(tiles, experts * max(1, -(-(tiles - experts) // experts)))
-    of_experts = 3 * width * hidden * gate.dtype.itemsize
+    of_experts = 3 * width * hidden * call.gate.dtype.itemsize
     moved = even * (of_experts + rows * width * (tokens.dtype.itemsize + 4))
     out = pl.pallas_call(
-        partial(_kernel, activate=activate, cores=chip.cores, pieces=pieces),
+        partial(_kernel, activate=call.activate, cores=chip.cores, pieces=pieces),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(chip.cores, per_core, pieces),
@@ -103,9 +90,9 @@ def run(
         out_shape=jax.ShapeDtypeStruct(tokens.shape, jnp.float32),
         compiler_params=chip.compiler_params("parallel", "arbitrary", "arbitrary"),
         cost_estimate=kernel_cost((lists, row_weights), [], copied=moved, products=6 * even * rows * width * hidden),
-        interpret=interpret,
+        interpret=call.interpret,
         name="expert_tiles",
-    )(lists, tokens, row_weights, gate, up, down)
+    )(lists, tokens, row_weights, call.gate, call.up, call.down)
     return out[:tiles]
 
 

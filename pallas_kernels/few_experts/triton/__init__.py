@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
-from pallas_kernels.few_experts import SharedExpert
+from pallas_kernels.few_experts import Call
 from pallas_kernels.numbers import power_of_two
 from pallas_kernels.triton_common import div, dot_columns, rem, store_rows
 from pallas_kernels.triton_experts import Piece
@@ -43,45 +43,34 @@ class Config(TileConfig):
 LIMITS = Limits(config=Config)
 
 
-def run(
-    x: Float[Array, "X D"],
-    gate: Float[Array, "L E D F"],
-    up: Float[Array, "L E D F"],
-    down: Float[Array, "L E F D"],
-    layer: Int[Array, ""],
-    expert_ids: Int[Array, "X A"],
-    *,
-    activate: Callable[[Array, Array], Array],
-    shared: SharedExpert | None,
-    config: Config | None,
-    interpret: bool,
-) -> Float[Array, "X C D"]:
-    """Run `few_experts` on checked operands.
+def run(call: Call, config: Config | None) -> Float[Array, "X C D"]:
+    """Run `few_experts` on a checked call.
 
     Raises:
       ValueError: widths that are not whole pieces of a program.
     """
-    (width, hidden_width), (num_tokens, num_chosen) = gate.shape[2:], expert_ids.shape
-    config = default_config(gate.dtype, gate.shape[2:], expert_ids.size) if config is None else config
-    layer = layer.reshape(1).astype(jnp.int32)
-    num_choices = num_chosen + (shared is not None)
-    num_runs = expert_ids.size + (shared is not None)  # of an expert for its tokens; those that are not needed end
+    (width, hidden_width), (num_tokens, num_chosen) = call.gate.shape[2:], call.expert_ids.shape
+    config = default_config(call.gate.dtype, call.gate.shape[2:], call.expert_ids.size) if config is None else config
+    layer = call.layer.reshape(1).astype(jnp.int32)
+    shared, has_shared = call.shared, call.shared is not None
+    num_choices = num_chosen + has_shared
+    num_runs = call.expert_ids.size + has_shared  # of an expert for its tokens; those that are not needed end
     hidden = pl.pallas_call(
-        partial(_hidden_kernel, activate=activate, piece=config.hidden, interpret=interpret),
+        partial(_hidden_kernel, activate=call.activate, piece=config.hidden, interpret=call.interpret),
         grid=(config.hidden.count(width, hidden_width), num_runs),
-        out_shape=jax.ShapeDtypeStruct((num_tokens * num_choices, hidden_width), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((num_tokens * num_choices, hidden_width), call.x.dtype),
         compiler_params=config.hidden.compiler_params,
-        interpret=interpret,
+        interpret=call.interpret,
         name="few_experts_hidden",
-    )(layer, expert_ids, x, (gate, up), None if shared is None else (shared.gate, shared.up))
+    )(layer, call.expert_ids, call.x, (call.gate, call.up), (shared.gate, shared.up) if has_shared else None)
     out = pl.pallas_call(
-        partial(_out_kernel, piece=config.out, interpret=interpret),
+        partial(_out_kernel, piece=config.out, interpret=call.interpret),
         grid=(config.out.count(hidden_width, width), num_runs),
         out_shape=jax.ShapeDtypeStruct((num_tokens * num_choices, width), jnp.float32),
         compiler_params=config.out.compiler_params,
-        interpret=interpret,
+        interpret=call.interpret,
         name="few_experts_out",
-    )(layer, expert_ids, hidden, down, None if shared is None else shared.down)
+    )(layer, call.expert_ids, hidden, call.down, shared.down if has_shared else None)
     return out.reshape(num_tokens, num_choices, width)
 
 

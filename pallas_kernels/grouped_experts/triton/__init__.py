@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.grouped_experts import Call
 from pallas_kernels.triton_common import div, dot, in_groups, store_rows
 from pallas_kernels.triton_experts import Piece
 
@@ -40,51 +41,37 @@ class Config(TileConfig):
 LIMITS = Limits(config=Config)
 
 
-def run(
-    x: Float[Array, "X D"],
-    gate: Float[Array, "L E D F"],
-    up: Float[Array, "L E D F"],
-    down: Float[Array, "L E F D"],
-    layer: Int[Array, ""],
-    expert: Int[Array, " Y"],
-    pair: Int[Array, "Y C"],
-    count: Int[Array, " Y"],
-    *,
-    num_chosen: int,
-    activate: Callable[[Array, Array], Array],
-    config: Config | None,
-    interpret: bool,
-) -> Float[Array, "X A D"]:
-    """Run `grouped_experts` on checked operands.
+def run(call: Call, config: Config | None) -> Float[Array, "X A D"]:
+    """Run `grouped_experts` on a checked call.
 
     Raises:
       ValueError: widths that are not whole pieces of a program.
     """
-    config = default_config(gate.dtype, pair.shape[1], gate.shape[2:]) if config is None else config
-    (num_tiles, tile_tokens), (width, hidden_width) = pair.shape, gate.shape[2:]
-    layer = layer.reshape(1).astype(jnp.int32)
+    config = default_config(call.gate.dtype, call.pair.shape[1], call.gate.shape[2:]) if config is None else config
+    (num_tiles, tile_tokens), (width, hidden_width) = call.pair.shape, call.gate.shape[2:]
+    layer = call.layer.reshape(1).astype(jnp.int32)
 
-    def call(kernel, piece: Piece, inputs: int, outputs: int, out_shape, name: str):
+    def start(kernel, piece: Piece, inputs: int, outputs: int, out_shape, name: str):
         num_pieces = piece.count(inputs, outputs)
         return pl.pallas_call(
-            partial(kernel, piece=piece, num_pieces=num_pieces, group=config.group, interpret=interpret),
+            partial(kernel, piece=piece, num_pieces=num_pieces, group=config.group, interpret=call.interpret),
             grid=(num_tiles * num_pieces,),
             out_shape=out_shape,
             compiler_params=piece.compiler_params,
-            interpret=interpret,
+            interpret=call.interpret,
             name=name,
         )
 
-    hidden_kernel = partial(_hidden_kernel, num_chosen=num_chosen, activate=activate)
-    hidden_shape = jax.ShapeDtypeStruct((num_tiles, tile_tokens, hidden_width), x.dtype)
-    hidden = call(hidden_kernel, config.hidden, width, hidden_width, hidden_shape, "experts_hidden")(
-        layer, expert, pair, count, x, gate, up
+    hidden_kernel = partial(_hidden_kernel, num_chosen=call.num_chosen, activate=call.activate)
+    hidden_shape = jax.ShapeDtypeStruct((num_tiles, tile_tokens, hidden_width), call.x.dtype)
+    hidden = start(hidden_kernel, config.hidden, width, hidden_width, hidden_shape, "experts_hidden")(
+        layer, call.expert, call.pair, call.count, call.x, call.gate, call.up
     )
-    out_shape = jax.ShapeDtypeStruct((len(x) * num_chosen, width), jnp.float32)
-    out = call(_out_kernel, config.out, hidden_width, width, out_shape, "experts_out")(
-        layer, expert, pair, count, hidden, down
+    out_shape = jax.ShapeDtypeStruct((len(call.x) * call.num_chosen, width), jnp.float32)
+    out = start(_out_kernel, config.out, hidden_width, width, out_shape, "experts_out")(
+        layer, call.expert, call.pair, call.count, hidden, call.down
     )
-    return out.reshape(len(x), num_chosen, width)
+    return out.reshape(len(call.x), call.num_chosen, width)
 
 
 def default_config(dtype: jax.typing.DTypeLike, tile_tokens: int, widths: tuple[int, int]) -> Config:

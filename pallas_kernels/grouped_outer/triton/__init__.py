@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.grouped_outer import Call
 from pallas_kernels.triton_common import dot, in_groups
 
 
@@ -40,22 +41,14 @@ class Config(TileConfig):
 LIMITS = Limits(config=Config)
 
 
-def run(
-    left: Float[Array, "Y C K"],
-    right: Float[Array, "Y C N"],
-    first_tile: Int[Array, " E"],
-    num_tiles: Int[Array, " E"],
-    *,
-    config: Config | None,
-    interpret: bool,
-) -> Float[Array, "E K N"]:
-    """Run `grouped_outer` on checked operands.
+def run(call: Call, config: Config | None) -> Float[Array, "E K N"]:
+    """Run `grouped_outer` on a checked call.
 
     Raises:
       ValueError: sizes that are not whole pieces of a program.
     """
-    config = config or default_config(left.dtype)
-    (_, tile_rows, inputs), outputs = left.shape, right.shape[-1]
+    config = config or default_config(call.left.dtype)
+    (_, tile_rows, inputs), outputs = call.left.shape, call.right.shape[-1]
     if inputs % config.left or outputs % config.right or tile_rows % config.depth:
         raise ValueError(
             f"tiles of {tile_rows} rows with {inputs} and {outputs} columns: need multiples of {config.depth}, "
@@ -64,12 +57,12 @@ def run(
     pieces = (inputs // config.left, outputs // config.right)
     return pl.pallas_call(
         partial(_kernel, config=config),
-        grid=(pieces[0] * pieces[1], len(first_tile)),
-        out_shape=jax.ShapeDtypeStruct((len(first_tile), inputs, outputs), left.dtype),
+        grid=(pieces[0] * pieces[1], len(call.first_tile)),
+        out_shape=jax.ShapeDtypeStruct((len(call.first_tile), inputs, outputs), call.left.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
+        interpret=call.interpret,
         name="grouped_outer",
-    )(first_tile, num_tiles, left, right)
+    )(call.first_tile, call.num_tiles, call.left, call.right)
 
 
 def default_config(dtype: jax.typing.DTypeLike) -> Config:

@@ -11,9 +11,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.grouped_product import Call
 from pallas_kernels.triton_common import dot, in_groups
 from pallas_kernels.triton_experts import Piece
 
@@ -30,34 +31,25 @@ class Config(TileConfig):
 LIMITS = Limits(config=Config)
 
 
-def run(
-    rows: Float[Array, "Y C K"],
-    weight: Float[Array, "E ..."],
-    group: Int[Array, " Y"],
-    used: Int[Array, ""],
-    *,
-    transposed: bool,
-    config: Config | None,
-    interpret: bool,
-) -> Float[Array, "Y C N"]:
-    """Run `grouped_product` on checked operands.
+def run(call: Call, config: Config | None) -> Float[Array, "Y C N"]:
+    """Run `grouped_product` on a checked call.
 
     Raises:
       ValueError: sizes that are not whole pieces of a program.
     """
-    config = config or default_config(rows.dtype)
-    (num_tiles, tile_rows, inputs), outputs = rows.shape, weight.shape[1 if transposed else 2]
+    config = config or default_config(call.rows.dtype)
+    (num_tiles, tile_rows, inputs), outputs = call.rows.shape, call.weight.shape[1 if call.transposed else 2]
     if tile_rows % config.rows:
         raise ValueError(f"tiles of {tile_rows} rows: need a multiple of {config.rows}")
     num_pieces, parts = config.piece.count(inputs, outputs), tile_rows // config.rows
     return pl.pallas_call(
-        partial(_kernel, transposed=transposed, config=config, num_pieces=num_pieces),
+        partial(_kernel, transposed=call.transposed, config=config, num_pieces=num_pieces),
         grid=(num_tiles * parts * num_pieces,),
         out_shape=jax.ShapeDtypeStruct((num_tiles, tile_rows, outputs), jnp.float32),
         compiler_params=config.piece.compiler_params,
-        interpret=interpret,
+        interpret=call.interpret,
         name="grouped_product",
-    )(group, used.reshape(1).astype(jnp.int32), rows, weight)
+    )(call.group, call.used.reshape(1).astype(jnp.int32), call.rows, call.weight)
 
 
 def default_config(dtype: jax.typing.DTypeLike) -> Config:

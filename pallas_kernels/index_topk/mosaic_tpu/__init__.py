@@ -3,12 +3,11 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backends import Interpret, Limits, TileConfig
+from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.index_topk import Call, Selected
 from pallas_kernels.index_topk.mosaic_tpu.walk import Sizes, walk
 from pallas_kernels.mosaic_common import INTERPRETERS, LANES, Chip, check_tiles
-from pallas_kernels.pages import Pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,26 +21,14 @@ class Config(TileConfig):
 LIMITS = Limits(check_pages=check_tiles, config=Config, stored=(jnp.float8_e4m3fn,), interpreters=INTERPRETERS)
 
 
-def run(
-    index_q: Float[Array, "B T K H"],
-    index_k: Pages,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    top_k: int,
-    local_blocks: int,
-    init_blocks: int,
-    return_keys: bool,
-    config: Config | None,
-    interpret: Interpret,
-) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
-    """Run `index_topk` on checked operands."""
-    _, length, heads, _ = index_q.shape
-    config, chip = config or Config(), Chip.current(interpret)
+def run(call: Call, config: Config | None) -> Selected:
+    """Run `index_topk` on a checked call."""
+    _, length, heads, _ = call.index_q.shape
+    config, chip = config or Config(), Chip.current(call.interpret)
     lanes = config.lanes
-    while lanes > LANES and 4 * lanes * index_k.num_blocks > chip.vmem // 2:
+    while lanes > LANES and 4 * lanes * call.index_k.num_blocks > chip.vmem // 2:
         lanes //= 2
     tokens = max(1, min(lanes // heads, length))
-    width = -(-tokens * heads // LANES) * LANES if not interpret else tokens * heads
-    sizes = Sizes(index_k, tokens, heads, 1, width, config.pages, top_k, local_blocks, init_blocks, return_keys)
-    return walk(index_q, positions, lengths, sizes=sizes, chip=chip, interpret=interpret, name="index_topk")
+    width = -(-tokens * heads // LANES) * LANES if not call.interpret else tokens * heads
+    sizes = Sizes(call.index_k, tokens, heads, 1, width, config.pages, *call.counts, call.return_keys)
+    return walk(call, sizes=sizes, chip=chip, name="index_topk")

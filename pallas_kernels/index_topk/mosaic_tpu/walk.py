@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.backends import Interpret
+from pallas_kernels.index_topk import Call, Selected
 from pallas_kernels.index_topk.ranking import KEY_OF_MINUS_INF, selection, sort_key
 from pallas_kernels.mosaic_common import (
     PREFETCHED,
@@ -74,19 +75,10 @@ class Sizes:
         return -(-self.index_k.num_blocks // self.pages) * self.buffer_rows + SUBLANES
 
 
-def walk(
-    index_q: Float[Array, "B T K H"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    sizes: Sizes,
-    chip: Chip,
-    interpret: Interpret,
-    name: str,
-) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
+def walk(call: Call, *, sizes: Sizes, chip: Chip, name: str) -> Selected:
     """The selections of all tiles, as many rows of the batch at a time as the tables allow; keys too if asked for."""
-    options = dict(sizes=sizes, chip=chip, interpret=interpret, name=name)
-    index_k = sizes.index_k
+    options = dict(sizes=sizes, chip=chip, interpret=call.interpret, name=name)
+    index_q, index_k, positions, lengths = call.index_q, call.index_k, call.positions, call.lengths
     if index_k.table is None:
         chosen = _walk_rows(index_q, index_k, positions, lengths, **options)
         return chosen if sizes.return_keys else chosen[0]

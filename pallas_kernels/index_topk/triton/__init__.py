@@ -15,6 +15,7 @@ In M3's sizes::
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.index_topk import Call, Selected
 from pallas_kernels.index_topk.ranking import KEY_OF_MINUS_INF, BestBlocks, empty_list, insert, selection, sort_key
 from pallas_kernels.numbers import BEHIND_ALL, power_of_two
 from pallas_kernels.pages import FinderRefs, Pages, seen_positions
@@ -47,46 +49,37 @@ class Config(TileConfig):
 LIMITS = Limits(check_pages=check_pool, config=Config)
 
 
-def run(
-    index_q: Float[Array, "B T K H"],
-    index_k: Pages,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    top_k: int,
-    local_blocks: int,
-    init_blocks: int,
-    return_keys: bool,
-    config: Config | None,
-    interpret: bool,
-) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
-    """Run `index_topk` on checked operands."""
-    batch, length, heads, width = index_q.shape
-    config = default_config(index_q.dtype) if config is None else config
+def run(call: Call, config: Config | None) -> Selected:
+    """Run `index_topk` on a checked call."""
+    batch, length, heads, width = call.index_q.shape
+    config = default_config(call.index_q.dtype) if config is None else config
     padded_heads = power_of_two(heads)
     tile_tokens = max(1, min(config.rows // padded_heads, power_of_two(length)))
     out_tokens = max(length, tile_tokens)
     tiles = -(-out_tokens // tile_tokens)
     splits = config.splits
     if splits is None:
-        splits = max(1, min(_PROGRAMS // (tiles * batch), index_k.num_blocks // 8, 32))
-    query_positions = seen_positions(positions, lengths, out_tokens)
-    sizes = Sizes(
-        index_k, config, heads, padded_heads, tile_tokens, length, tiles, splits, top_k, local_blocks, init_blocks
-    )
-    slots = (batch, padded_heads, out_tokens, top_k)
-    chosen_shape = [jax.ShapeDtypeStruct(slots, dtype) for dtype in (jnp.int32, jnp.float32)[: 1 + return_keys]]
-    listed = (batch, splits, max(1, top_k - 1), tiles * sizes.tile_rows)
+        splits = max(1, min(_PROGRAMS // (tiles * batch), call.index_k.num_blocks // 8, 32))
+    query_positions = seen_positions(call.positions, call.lengths, out_tokens)
+    sizes = Sizes(call.index_k, config, heads, padded_heads, tile_tokens, length, tiles, splits, *call.counts)
+    slots = (batch, padded_heads, out_tokens, call.top_k)
+    chosen_shape = [jax.ShapeDtypeStruct(slots, dtype) for dtype in (jnp.int32, jnp.float32)[: 1 + call.return_keys]]
+    listed = (batch, splits, max(1, call.top_k - 1), tiles * sizes.tile_rows)
     lists_shape = [jax.ShapeDtypeStruct(listed, jnp.float32), jax.ShapeDtypeStruct(listed, jnp.int32)]
     walked = pl.pallas_call(
         partial(_select_kernel if splits == 1 else _list_kernel, sizes=sizes),
         grid=(tiles, splits, batch),
         out_shape=chosen_shape if splits == 1 else lists_shape,
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
+        interpret=call.interpret,
         name="index_topk",
-    )(index_q.reshape(batch, -1, width), query_positions, index_k.pool, index_k.finder())
-    cut = lambda chosen: tuple(x[:, :heads, :length] for x in chosen) if return_keys else chosen[0][:, :heads, :length]
+    )(call.index_q.reshape(batch, -1, width), query_positions, call.index_k.pool, call.index_k.finder())
+
+    def cut(chosen: Sequence[Array]) -> Selected:
+        """Drop the heads and tokens that fill up a tile."""
+        kept = tuple(x[:, :heads, :length] for x in chosen)
+        return kept if call.return_keys else kept[0]
+
     if splits == 1:
         return cut(walked)
     keys, ids = walked
@@ -95,7 +88,7 @@ def run(
         grid=(tiles, batch),
         out_shape=chosen_shape,
         compiler_params=plgpu.CompilerParams(num_warps=max(1, sizes.tile_rows // 32), num_stages=2),
-        interpret=interpret,
+        interpret=call.interpret,
         name="index_topk_merge",
     )(keys, ids, query_positions)
     return cut(chosen)

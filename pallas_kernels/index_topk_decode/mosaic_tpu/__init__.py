@@ -8,13 +8,13 @@ empty, so it is folded: the lanes hold the same queries for 2, 4, ... 128 neighb
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backends import Interpret, Limits, TileConfig
+from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.index_topk import Selected
 from pallas_kernels.index_topk.mosaic_tpu.walk import Sizes, walk
+from pallas_kernels.index_topk_decode import Call
 from pallas_kernels.mosaic_common import INTERPRETERS, LANES, Chip, check_tiles
 from pallas_kernels.numbers import power_of_two
-from pallas_kernels.pages import Pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,25 +28,13 @@ class Config(TileConfig):
 LIMITS = Limits(check_pages=check_tiles, config=Config, stored=(jnp.float8_e4m3fn,), interpreters=INTERPRETERS)
 
 
-def run(
-    index_q: Float[Array, "B T K H"],
-    index_k: Pages,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    top_k: int,
-    local_blocks: int,
-    init_blocks: int,
-    return_keys: bool,
-    config: Config | None,
-    interpret: Interpret,
-) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
-    """Run `index_topk_decode` on checked operands."""
-    _, length, heads, _ = index_q.shape
-    config, chip = config or Config(), Chip.current(interpret)
+def run(call: Call, config: Config | None) -> Selected:
+    """Run `index_topk_decode` on a checked call."""
+    _, length, heads, _ = call.index_q.shape
+    config, chip = config or Config(), Chip.current(call.interpret)
     fold_lanes = power_of_two(length * heads)
     width = max(config.lanes, fold_lanes)
     folds = width // fold_lanes
     pages = -(-config.pages // folds) * folds
-    sizes = Sizes(index_k, length, heads, folds, width, pages, top_k, local_blocks, init_blocks, return_keys)
-    return walk(index_q, positions, lengths, sizes=sizes, chip=chip, interpret=interpret, name="index_topk_decode")
+    sizes = Sizes(call.index_k, length, heads, folds, width, pages, *call.counts, call.return_keys)
+    return walk(call, sizes=sizes, chip=chip, name="index_topk_decode")

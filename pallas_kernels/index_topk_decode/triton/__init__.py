@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
+from pallas_kernels.index_topk import Selected
 from pallas_kernels.index_topk.ranking import KEY_OF_MINUS_INF, sort_key
+from pallas_kernels.index_topk_decode import Call
 from pallas_kernels.index_topk_decode.triton.best_blocks import Rules, best_blocks, chosen_keys, last_own_block
 from pallas_kernels.numbers import power_of_two
 from pallas_kernels.pages import FinderRefs, Pages
@@ -44,37 +45,25 @@ class Config(TileConfig):
 LIMITS = Limits(check_pages=check_pool, config=Config, stored=(jnp.float8_e4m3fn,), max_blocks=_MAX_BLOCKS)
 
 
-def run(
-    index_q: Float[Array, "B T K H"],
-    index_k: Pages,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    top_k: int,
-    local_blocks: int,
-    init_blocks: int,
-    return_keys: bool,
-    config: Config | None,
-    interpret: bool,
-) -> Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B K T J"]]:
-    """Run `index_topk_decode` on checked operands."""
-    batch, length, heads, width = index_q.shape
-    config = default_config(index_k.pool.dtype) if config is None else config
+def run(call: Call, config: Config | None) -> Selected:
+    """Run `index_topk_decode` on a checked call."""
+    batch, length, heads, width = call.index_q.shape
+    config = default_config(call.index_k.pool.dtype) if config is None else config
     tile_rows = max(16, power_of_two(length * heads))
-    num_blocks = index_k.num_blocks
+    num_blocks = call.index_k.num_blocks
     splits = max(1, min(num_blocks, config.programs // batch))
-    positions, lengths = positions.astype(jnp.int32), lengths.astype(jnp.int32)
-    rules = Rules(heads, index_k.block_size, top_k, local_blocks, init_blocks, splits, config.few_blocks)
+    positions, lengths = call.positions.astype(jnp.int32), call.lengths.astype(jnp.int32)
+    rules = Rules(heads, call.index_k.block_size, *call.counts, splits, config.few_blocks)
     block_keys, group_keys = pl.pallas_call(
-        partial(_score_kernel, index_k=index_k, tile_rows=tile_rows, rules=rules),
+        partial(_score_kernel, index_k=call.index_k, tile_rows=tile_rows, rules=rules),
         grid=(splits, batch),
         out_shape=[jax.ShapeDtypeStruct((batch, length * heads, n), jnp.float32) for n in (num_blocks, splits)],
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
+        interpret=call.interpret,
         name="index_score_decode",
-    )(index_q.reshape(batch, -1, width), positions, lengths, index_k.pool, index_k.finder())
-    blocks = best_blocks(block_keys, group_keys, positions, lengths, rules, interpret)
-    return (blocks, chosen_keys(blocks, block_keys, positions, rules)) if return_keys else blocks
+    )(call.index_q.reshape(batch, -1, width), positions, lengths, call.index_k.pool, call.index_k.finder())
+    blocks = best_blocks(block_keys, group_keys, positions, lengths, rules, call.interpret)
+    return (blocks, chosen_keys(blocks, block_keys, positions, rules)) if call.return_keys else blocks
 
 
 def default_config(stored: jax.typing.DTypeLike) -> Config:

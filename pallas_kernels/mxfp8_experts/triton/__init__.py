@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.mxfp8 import BLOCK, Weights
+from pallas_kernels.mxfp8_experts import Call
 from pallas_kernels.numbers import can_reach
 from pallas_kernels.triton_common import dot
 from pallas_kernels.triton_experts import Tiles, run_tiles
@@ -49,62 +50,40 @@ class Config(TileConfig):
 LIMITS = Limits(config=TileConfig)
 
 
-def run(
-    x: Float[Array, "X D"],
-    gate: Weights,
-    up: Weights,
-    down: Weights,
-    layer: Int[Array, ""],
-    expert: Int[Array, " Y"],
-    token: Int[Array, "Y C"],
-    valid: Bool[Array, "Y C"],
-    *,
-    activate: Callable[[Array, Array], Array],
-    config: TileConfig | None,
-    interpret: bool,
-) -> Float[Array, "Y C D"]:
-    """Run `mxfp8_experts` on checked operands.
+def run(call: Call, config: TileConfig | None) -> Float[Array, "Y C D"]:
+    """Run `mxfp8_experts` on a checked call.
 
     Raises:
       ValueError: widths that are not whole pieces of a program, or codes out of reach.
     """
-    if not can_reach(gate.codes.size):
-        raise ValueError(f"{gate.codes.size} codes: need below 2**31 or above 2**32; join layers, or use XLA")
-    tiles = Tiles.of(layer, expert, valid)
+    if not can_reach(call.gate.codes.size):
+        raise ValueError(f"{call.gate.codes.size} codes: need below 2**31 or above 2**32; join layers, or use XLA")
+    tiles = Tiles.of(call.layer, call.expert, call.valid)
     if config is None:
-        config = {1: FewConfig(programs=1536), TILE_ROWS: FragmentConfig()}.get(token.shape[1])
+        config = {1: FewConfig(programs=1536), TILE_ROWS: FragmentConfig()}.get(call.token.shape[1])
     if isinstance(config, FewConfig | FragmentConfig):
-        return _run_few(x, gate, up, down, tiles, token, activate, config, interpret)
+        return _run_few(call, tiles, config)
     blocked = lambda w: Weights(w.codes.reshape(*w.scales.shape[:3], BLOCK, -1), w.scales)
     return run_tiles(
-        (x, blocked(gate), blocked(up), blocked(down)),
+        (call.x, blocked(call.gate), blocked(call.up), blocked(call.down)),
         tiles,
-        token,
-        widths=gate.codes.shape[2:],
-        kernels=(partial(_hidden_kernel, activate=activate), _out_kernel),
+        call.token,
+        widths=call.gate.codes.shape[2:],
+        kernels=(partial(_hidden_kernel, activate=call.activate), _out_kernel),
         config=config or Config(),
-        interpret=interpret,
+        interpret=call.interpret,
         name="mxfp8_experts",
     )
 
 
-def _run_few(
-    x: Float[Array, "X D"],
-    gate: Weights,
-    up: Weights,
-    down: Weights,
-    tiles: Tiles,
-    token: Int[Array, "Y C"],
-    activate: Callable[[Array, Array], Array],
-    config: FewConfig | FragmentConfig,
-    interpret: bool,
-) -> Float[Array, "Y C D"]:
+def _run_few(call: Call, tiles: Tiles, config: FewConfig | FragmentConfig) -> Float[Array, "Y C D"]:
     """Tiles of one token, or of 16."""
-    project = partial(_project, tiles=tiles, config=config, interpret=interpret)
-    gate_and_up = project(x, token, (gate, up), name="mxfp8_experts_few_hidden")
-    hidden = activate(*gate_and_up).astype(x.dtype)  # [Y C F]
+    x, token = call.x, call.token
+    project = partial(_project, tiles=tiles, config=config, interpret=call.interpret)
+    gate_and_up = project(x, token, (call.gate, call.up), name="mxfp8_experts_few_hidden")
+    hidden = call.activate(*gate_and_up).astype(x.dtype)  # [Y C F]
     places = jnp.arange(token.size, dtype=jnp.int32).reshape(token.shape)
-    (out,) = project(hidden.reshape(token.size, -1), places, (down,), name="mxfp8_experts_few_out")
+    (out,) = project(hidden.reshape(token.size, -1), places, (call.down,), name="mxfp8_experts_few_out")
     return out
 
 

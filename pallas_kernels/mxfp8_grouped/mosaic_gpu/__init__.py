@@ -10,7 +10,6 @@ Rows of x lie in memory as tiles take them (an XLA gather makes them so), each t
 fetches them counts in eights.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from pallas_kernels import hopper_registers as registers
 from pallas_kernels.backends import Limits
 from pallas_kernels.hopper_mxfp8 import EIGHT, MOST_WIDE_ROWS, Config, Pair, Work, check_operands, multiply_pieces
 from pallas_kernels.hopper_registers import DEPTH
-from pallas_kernels.mxfp8 import Weights
+from pallas_kernels.mxfp8_grouped import Call
 
 _ROWS = (16, 32, 64, 128, 256)  # tokens of a product: a tile takes the fewest that are enough
 _UNIT = 128  # what widths are multiples of
@@ -41,37 +40,25 @@ class _Tiles(NamedTuple):
     pair: Any  # [Y C]
 
 
-def run(
-    x: Float[Array, "X D"],
-    gate: Weights,
-    up: Weights,
-    down: Weights,
-    layer: Int[Array, ""],
-    expert: Int[Array, " Y"],
-    pair: Int[Array, "Y C"],
-    count: Int[Array, " Y"],
-    *,
-    num_chosen: int,
-    activate: Callable[[Array, Array], Array],
-    config: Config | None,
-    interpret: bool,
-) -> Float[Array, "X A D"]:
-    """Run `mxfp8_grouped` on checked operands.
+def run(call: Call, config: Config | None) -> Float[Array, "X A D"]:
+    """Run `mxfp8_grouped` on a checked call.
 
     Raises:
       ValueError: interpret mode, activations that are not bfloat16, or widths that are not whole pieces of a program.
     """
-    (num_tiles, tile_rows), (width, hidden_width) = pair.shape, gate.codes.shape[2:]
-    check_operands(x, interpret)
+    (num_tiles, tile_rows), (width, hidden_width) = call.pair.shape, call.gate.codes.shape[2:]
+    check_operands(call.x, call.interpret)
     if width % _UNIT or hidden_width % _UNIT:
         raise ValueError(f"widths {width} and {hidden_width}: need multiples of {_UNIT}")
     config = config or default_config(tile_rows, width)
-    num_pairs = len(x) * num_chosen
-    of_row, first_row = rows_of_tiles(pair, count, num_pairs)
-    used = jnp.max(jnp.where(count > 0, jnp.arange(1, num_tiles + 1, dtype=jnp.int32), 0), initial=0)
-    tiles = _Tiles(layer.reshape(1).astype(jnp.int32), used.reshape(1), expert, first_row, count, pair)
+    num_pairs = len(call.x) * call.num_chosen
+    of_row, first_row = rows_of_tiles(call.pair, call.count, num_pairs)
+    used = jnp.max(jnp.where(call.count > 0, jnp.arange(1, num_tiles + 1, dtype=jnp.int32), 0), initial=0)
+    tiles = _Tiles(
+        call.layer.reshape(1).astype(jnp.int32), used.reshape(1), call.expert, first_row, call.count, call.pair
+    )
 
-    def call(write, rows, matrices: Pair, apart: int, columns: int, out: jax.ShapeDtypeStruct, name: str) -> Array:
+    def start(write, rows, matrices: Pair, apart: int, columns: int, out: jax.ShapeDtypeStruct, name: str) -> Array:
         num_pieces, num_steps = columns // config.columns, rows.shape[1] // DEPTH
 
         def work(tiles: _Tiles, index: Int[Array, ""]) -> Work:
@@ -92,22 +79,22 @@ def run(
 
     def write_hidden(_, sums, buffer, outs, columns, work: Work, tiles: _Tiles) -> None:
         [out] = outs
-        values = activate(*registers.exchange(sums, buffer)).astype(out.dtype)
+        values = call.activate(*registers.exchange(sums, buffer)).astype(out.dtype)
         registers.write_halves(out.at[pl.ds(work.first_row, sums.shape[1]), columns], values, work.count)
 
     def write_out(_, sums, buffer, outs, columns, work: Work, tiles: _Tiles) -> None:
         [out] = outs
         registers.write_pairs(out.at[:, columns], sums, work.count, tiles.pair.at[work.target], width // 2)
 
-    hidden = call(
-        write_hidden, x[of_row // num_chosen], Pair(gate, up), 0, hidden_width,
-        jax.ShapeDtypeStruct((len(of_row), hidden_width), x.dtype), "mxfp8_grouped_hidden",
+    hidden = start(
+        write_hidden, call.x[of_row // call.num_chosen], Pair(call.gate, call.up), 0, hidden_width,
+        jax.ShapeDtypeStruct((len(of_row), hidden_width), call.x.dtype), "mxfp8_grouped_hidden",
     )  # fmt: skip
-    out = call(
-        write_out, hidden, Pair(down, down), width // 2, width // 2,
+    out = start(
+        write_out, hidden, Pair(call.down, call.down), width // 2, width // 2,
         jax.ShapeDtypeStruct((num_pairs, width), jnp.float32), "mxfp8_grouped_out",
     )  # fmt: skip
-    return out.reshape(len(x), num_chosen, width)
+    return out.reshape(len(call.x), call.num_chosen, width)
 
 
 def default_config(tile_rows: int, width: int) -> Config:

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.mxfp8 import BLOCK, Weights
+from pallas_kernels.mxfp8_grouped import Call
 from pallas_kernels.numbers import can_reach
 from pallas_kernels.triton_common import div, dot, in_groups, store_rows
 from pallas_kernels.triton_mxfp8 import numbers_for_tensor_cores, powers
@@ -62,55 +63,43 @@ class Config(TileConfig):
 LIMITS = Limits(config=Config)
 
 
-def run(
-    x: Float[Array, "X D"],
-    gate: Weights,
-    up: Weights,
-    down: Weights,
-    layer: Int[Array, ""],
-    expert: Int[Array, " Y"],
-    pair: Int[Array, "Y C"],
-    count: Int[Array, " Y"],
-    *,
-    num_chosen: int,
-    activate: Callable[[Array, Array], Array],
-    config: Config | None,
-    interpret: bool,
-) -> Float[Array, "X A D"]:
-    """Run `mxfp8_grouped` on checked operands.
+def run(call: Call, config: Config | None) -> Float[Array, "X A D"]:
+    """Run `mxfp8_grouped` on a checked call.
 
     Raises:
       ValueError: tiles that are too high, widths that are not whole pieces of a program, or codes out of reach.
     """
-    (num_tiles, tile_tokens), (width, hidden_width) = pair.shape, gate.codes.shape[2:]
+    (num_tiles, tile_tokens), (width, hidden_width) = call.pair.shape, call.gate.codes.shape[2:]
     config = Config() if config is None else config
     if tile_tokens > _MOST_ROWS:
         raise ValueError(f"tiles of {tile_tokens} tokens: backend = 'triton' takes up to {_MOST_ROWS}")
     if any(n % max(config.columns, config.depth) for n in (width, hidden_width)):
         unit = max(config.columns, config.depth)
         raise ValueError(f"widths {width} and {hidden_width}: need multiples of {unit}")
-    if not can_reach(gate.codes.size):
-        raise ValueError(f"{gate.codes.size} codes: need below 2**31 or above 2**32; join layers, or use XLA")
+    if not can_reach(call.gate.codes.size):
+        raise ValueError(f"{call.gate.codes.size} codes: need below 2**31 or above 2**32; join layers, or use XLA")
 
-    def call(kernel, outputs: int, out_shape, name: str):
+    def start(kernel, outputs: int, out_shape, name: str):
         num_pieces = outputs // config.columns
         return pl.pallas_call(
-            partial(kernel, num_pieces=num_pieces, config=config, interpret=interpret),
+            partial(kernel, num_pieces=num_pieces, config=config, interpret=call.interpret),
             grid=(num_tiles * num_pieces,),
             out_shape=out_shape,
             compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-            interpret=interpret,
+            interpret=call.interpret,
             name=name,
         )
 
-    tiles = layer.reshape(1).astype(jnp.int32), expert, pair, count
+    tiles = call.layer.reshape(1).astype(jnp.int32), call.expert, call.pair, call.count
     shape = (num_tiles, tile_tokens, hidden_width)
-    hidden_kernel = partial(_hidden_kernel, num_chosen=num_chosen, activate=activate)
-    hidden_shapes = jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct(shape, jnp.float32)
-    hidden, _ = call(hidden_kernel, hidden_width, hidden_shapes, "mxfp8_grouped_hidden")(*tiles, x, gate, up)
-    out_shape = jax.ShapeDtypeStruct((len(x) * num_chosen, width), jnp.float32)
-    out = call(_out_kernel, width, out_shape, "mxfp8_grouped_out")(*tiles, hidden, down)
-    return out.reshape(len(x), num_chosen, width)
+    hidden_kernel = partial(_hidden_kernel, num_chosen=call.num_chosen, activate=call.activate)
+    hidden_shapes = jax.ShapeDtypeStruct(shape, call.x.dtype), jax.ShapeDtypeStruct(shape, jnp.float32)
+    hidden, _ = start(hidden_kernel, hidden_width, hidden_shapes, "mxfp8_grouped_hidden")(
+        *tiles, call.x, call.gate, call.up
+    )
+    out_shape = jax.ShapeDtypeStruct((len(call.x) * call.num_chosen, width), jnp.float32)
+    out = start(_out_kernel, width, out_shape, "mxfp8_grouped_out")(*tiles, hidden, call.down)
+    return out.reshape(len(call.x), call.num_chosen, width)
 
 
 def _hidden_kernel(

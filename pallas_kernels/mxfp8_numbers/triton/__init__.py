@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.backends import Limits, TileConfig
-from pallas_kernels.mxfp8 import BLOCK, Weights
+from pallas_kernels.mxfp8 import BLOCK
+from pallas_kernels.mxfp8_numbers import Call
 from pallas_kernels.numbers import can_reach
 from pallas_kernels.triton_mxfp8 import numbers
 
@@ -25,14 +26,13 @@ class Config(TileConfig):
 LIMITS = Limits(config=Config)
 
 
-def run(
-    weights: Weights, layer: Int[Array, ""], dtype: jax.typing.DTypeLike, *, config: Config | None, interpret: bool
-) -> Float[Array, "I O"]:
-    """Run `mxfp8_numbers` on checked operands.
+def run(call: Call, config: Config | None) -> Float[Array, "I O"]:
+    """Run `mxfp8_numbers` on a checked call.
 
     Raises:
       ValueError: a width that is not whole pieces of a program, or codes out of reach.
     """
+    weights = call.weights
     num_layers, inputs, outputs = weights.codes.shape
     config = Config(min(outputs & -outputs, Config.columns)) if config is None else config
     if not can_reach(weights.codes.size):
@@ -43,14 +43,17 @@ def run(
     def kernel(layer_ref, weights, out_ref):
         columns, block = pl.ds(pl.program_id(0) * config.columns, config.columns), pl.program_id(1)
         codes = weights.codes[layer_ref[0], block, :, columns]  # [32 W]
-        out_ref[block, :, columns] = numbers(codes, weights.scales[layer_ref[0], block, columns], dtype)
+        out_ref[block, :, columns] = numbers(codes, weights.scales[layer_ref[0], block, columns], call.dtype)
 
     out = pl.pallas_call(
         kernel,
         grid=(outputs // config.columns, inputs // BLOCK),
-        out_shape=jax.ShapeDtypeStruct((inputs // BLOCK, BLOCK, outputs), dtype),
+        out_shape=jax.ShapeDtypeStruct((inputs // BLOCK, BLOCK, outputs), call.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
-        interpret=interpret,
+        interpret=call.interpret,
         name="mxfp8_numbers",
-    )(layer.reshape(1).astype(jnp.int32), weights._replace(codes=weights.codes.reshape(num_layers, -1, BLOCK, outputs)))
+    )(
+        call.layer.reshape(1).astype(jnp.int32),
+        weights._replace(codes=weights.codes.reshape(num_layers, -1, BLOCK, outputs)),
+    )
     return out.reshape(inputs, outputs)

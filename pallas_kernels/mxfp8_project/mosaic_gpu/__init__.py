@@ -29,7 +29,7 @@ from pallas_kernels.hopper_mxfp8 import (
     num_programs,
 )
 from pallas_kernels.hopper_registers import DEPTH
-from pallas_kernels.mxfp8 import Weights
+from pallas_kernels.mxfp8_project import Call
 
 _COLUMNS = 128  # of a piece
 _MOST_PARTS = 12  # of the input channels: their sums are written, and read again
@@ -45,21 +45,14 @@ class _Data(NamedTuple):
     row: Any  # [rows of a tile] 0, 1, 2 and so on
 
 
-def run(
-    x: Float[Array, "X I"],
-    weights: tuple[Weights, ...],
-    layer: Int[Array, ""],
-    *,
-    config: Config | None,
-    interpret: bool,
-) -> tuple[Float[Array, "X _"], ...]:
-    """Run `mxfp8_project` on checked operands.
+def run(call: Call, config: Config | None) -> tuple[Float[Array, "X _"], ...]:
+    """Run `mxfp8_project` on a checked call.
 
     Raises:
       ValueError: interpret mode, activations that are not bfloat16, or widths that are not whole pieces of a program.
     """
-    check_operands(x, interpret)
-    (num_rows, inputs), widths = x.shape, [w.codes.shape[2] for w in weights]
+    check_operands(call.x, call.interpret)
+    (num_rows, inputs), widths = call.x.shape, [w.codes.shape[2] for w in call.weights]
     if inputs % DEPTH or any(width % (2 * _COLUMNS) and width != _COLUMNS for width in widths):
         raise ValueError(
             f"{inputs} input channels and {', '.join(map(str, widths))} outputs: need multiples of {DEPTH} and of "
@@ -93,10 +86,10 @@ def run(
         rows = outs[pair].at[work.target, :, columns]
         registers.write_pairs(rows, sums, work.count, data.row, apart[pair] * config.columns)
 
-    padded = jnp.pad(x, ((0, tiles * height - num_rows), (0, 0)))
+    padded = jnp.pad(call.x, ((0, tiles * height - num_rows), (0, 0)))
     sums_of_parts = multiply_pieces(
-        padded, [Pair(w, w) for w in weights], apart,
-        _Data(layer.reshape(1).astype(jnp.int32), jnp.asarray(np.arange(height, dtype=np.int32))),
+        padded, [Pair(w, w) for w in call.weights], apart,
+        _Data(call.layer.reshape(1).astype(jnp.int32), jnp.asarray(np.arange(height, dtype=np.int32))),
         num_works=lambda data: tiles * parts * sum(num_pieces), work=work, write=write,
         outs=[jax.ShapeDtypeStruct((parts * tiles, height, width), jnp.float32) for width in widths],
         heights=[height], config=config, name="mxfp8_project",

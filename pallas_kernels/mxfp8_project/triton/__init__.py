@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.mxfp8 import BLOCK, Weights
+from pallas_kernels.mxfp8_project import Call
 from pallas_kernels.numbers import can_reach
 from pallas_kernels.triton_mxfp8 import (
     TILE_COLUMNS,
@@ -34,34 +35,27 @@ _FEW_ROWS = 2
 LIMITS = Limits(config=TileConfig)
 
 
-def run(
-    x: Float[Array, "X I"],
-    weights: tuple[Weights, ...],
-    layer: Int[Array, ""],
-    *,
-    config: TileConfig | None,
-    interpret: bool,
-) -> tuple[Float[Array, "X _"], ...]:
-    """Run `mxfp8_project` on checked operands: a `FragmentConfig` is for tensor cores.
+def run(call: Call, config: TileConfig | None) -> tuple[Float[Array, "X _"], ...]:
+    """Run `mxfp8_project` on a checked call: a `FragmentConfig` is for tensor cores.
 
     Raises:
       ValueError: widths that are not whole pieces of a program, or codes out of reach.
     """
-    config = _fitting_config(x, weights) if config is None else config
-    if unreachable := [w.codes.size for w in weights if not can_reach(w.codes.size)]:
+    config = _fitting_config(call.x, tuple(call.weights)) if config is None else config
+    if unreachable := [w.codes.size for w in call.weights if not can_reach(w.codes.size)]:
         raise ValueError(f"{unreachable[0]} codes: need below 2**31 or above 2**32; divide the stack, or use XLA")
     by_tensor_cores = isinstance(config, FragmentConfig)
     columns, blocks = (TILE_COLUMNS, 1) if by_tensor_cores else (config.columns, config.blocks)
-    widths = [w.codes.shape[2] for w in weights]
-    if x.shape[1] % (blocks * BLOCK) or any(width % columns for width in widths):
+    widths = [w.codes.shape[2] for w in call.weights]
+    if call.x.shape[1] % (blocks * BLOCK) or any(width % columns for width in widths):
         raise ValueError(
-            f"{x.shape[1]} input channels and {', '.join(map(str, widths))} outputs: need multiples of "
+            f"{call.x.shape[1]} input channels and {', '.join(map(str, widths))} outputs: need multiples of "
             f"{blocks * BLOCK} and {columns}"
         )
     tiles = [width // columns for width in widths]
-    rows_of_tile = TILE_ROWS if by_tensor_cores else min(config.rows, len(x))
-    row_tiles = pl.cdiv(len(x), rows_of_tile)
-    splits = num_splits(sum(tiles) * row_tiles, x.shape[1] // BLOCK // blocks, config.programs)
+    rows_of_tile = TILE_ROWS if by_tensor_cores else min(config.rows, len(call.x))
+    row_tiles = pl.cdiv(len(call.x), rows_of_tile)
+    splits = num_splits(sum(tiles) * row_tiles, call.x.shape[1] // BLOCK // blocks, config.programs)
     multiply = (
         partial(_multiply_tile, splits=splits)
         if by_tensor_cores
@@ -74,19 +68,19 @@ def run(
         return jax.ShapeDtypeStruct((splits, row_tiles * rows_of_tile, *outputs), jnp.float32)
 
     parts = project_pieces(
-        to_rows(x),
-        tuple(map(to_weights, weights)),
-        layer,
+        to_rows(call.x),
+        tuple(map(to_weights, call.weights)),
+        call.layer,
         multiply=multiply,
         tiles=tiles,
         row_tiles=row_tiles,
         splits=splits,
         parts=[shape_of_parts(width) for width in widths],
         compiler_params=plgpu.CompilerParams(num_warps=1 if by_tensor_cores else config.num_warps, num_stages=1),
-        interpret=interpret,
+        interpret=call.interpret,
         name="mxfp8_project_tiles" if by_tensor_cores else "mxfp8_project_few",
     )
-    merged = (part.reshape(*part.shape[:2], -1)[:, : len(x)] for part in parts)
+    merged = (part.reshape(*part.shape[:2], -1)[:, : len(call.x)] for part in parts)
     return tuple(jnp.sum(part, axis=0) for part in merged)
 
 

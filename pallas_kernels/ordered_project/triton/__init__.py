@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.mxfp8 import BLOCK, Weights
 from pallas_kernels.numbers import can_reach, power_of_two
+from pallas_kernels.ordered_project import Call
 from pallas_kernels.triton_common import dot, in_groups, run_own, store_rows
 from pallas_kernels.triton_mxfp8 import numbers
 
@@ -69,28 +70,20 @@ def default_config(dtype: jax.typing.DTypeLike, num_rows: int, is_mxfp8: bool) -
     return Config(rows=128, columns=columns, columns_first=False, num_warps=8, num_stages=stages)
 
 
-def run(
-    x: Float[Array, "X I"],
-    weights: tuple[Float[Array, "_ _ _"] | Weights, ...],
-    layer: Int[Array, ""],
-    *,
-    by_output: bool,
-    config: Config | None,
-    interpret: bool,
-) -> tuple[Float[Array, "X _"], ...]:
-    """Run `ordered_project` on checked operands.
+def run(call: Call, config: Config | None) -> tuple[Float[Array, "X _"], ...]:
+    """Run `ordered_project` on a checked call.
 
     Raises:
       ValueError: widths that are not whole pieces of a program, or codes out of reach.
     """
-    is_mxfp8 = any(isinstance(w, Weights) for w in weights)
-    config = config or default_config(x.dtype, len(x), is_mxfp8)
-    num_rows, inputs = x.shape
-    if unreachable := [w.codes.size for w in weights if isinstance(w, Weights) and not can_reach(w.codes.size)]:
+    is_mxfp8 = any(isinstance(w, Weights) for w in call.weights)
+    config = config or default_config(call.x.dtype, len(call.x), is_mxfp8)
+    num_rows, inputs = call.x.shape
+    if unreachable := [w.codes.size for w in call.weights if isinstance(w, Weights) and not can_reach(w.codes.size)]:
         raise ValueError(f"{unreachable[0]} codes: need below 2**31 or above 2**32; divide the stack, or use XLA")
-    widths = [outputs_of(w, by_output) for w in weights]
-    part = inputs if x.dtype.itemsize == 2 else min(inputs, _PART)
-    least = 64 if x.dtype.itemsize == 2 else 16  # columns
+    widths = [outputs_of(w, call.by_output) for w in call.weights]
+    part = inputs if call.x.dtype.itemsize == 2 else min(inputs, _PART)
+    least = 64 if call.x.dtype.itemsize == 2 else 16  # columns
     if inputs % _DEPTH or inputs % part or any(width % least for width in widths):
         raise ValueError(
             f"{inputs} input channels and {', '.join(map(str, widths))} outputs: need multiples of "
@@ -100,14 +93,14 @@ def run(
     pieces = [width // some for width, some in zip(widths, columns, strict=True)]
     row_tiles, num_parts = pl.cdiv(num_rows, config.rows), inputs // part
     sums = pl.pallas_call(
-        partial(_kernel, columns=columns, pieces=pieces, by_output=by_output, steps=part // _DEPTH, config=config,
-                interpret=interpret),
+        partial(_kernel, columns=columns, pieces=pieces, by_output=call.by_output, steps=part // _DEPTH, config=config,
+                interpret=call.interpret),
         grid=(row_tiles * sum(pieces), num_parts),
         out_shape=[jax.ShapeDtypeStruct((num_parts * num_rows, width), jnp.float32) for width in widths],
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
+        interpret=call.interpret,
         name="ordered_project",
-    )(layer.reshape(1).astype(jnp.int32), x, tuple(map(_in_blocks, weights)))  # fmt: skip
+    )(call.layer.reshape(1).astype(jnp.int32), call.x, tuple(map(_in_blocks, call.weights)))  # fmt: skip
     return tuple(reduce(jnp.add, y.reshape(num_parts, num_rows, -1)) for y in sums)
 
 

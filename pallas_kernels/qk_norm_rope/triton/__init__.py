@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits
 from pallas_kernels.numbers import power_of_two
+from pallas_kernels.qk_norm_rope import Call
 from pallas_kernels.triton_common import run_own
 from pallas_kernels.triton_heads import head_parts, norm_rope
 
@@ -18,27 +19,18 @@ LIMITS = Limits()
 _HEADS = 16  # of a program
 
 
-def run(
-    heads: tuple[Float[Array, "X _ _"], ...],
-    norms: tuple[Float[Array, " _"], ...],
-    cos: Float[Array, "X R"],
-    sin: Float[Array, "X R"],
-    *,
-    eps: float,
-    dtype: jax.typing.DTypeLike,
-    interpret: bool,
-) -> tuple[Float[Array, "X _ _"], ...]:
-    """Run `qk_norm_rope` on checked operands."""
-    pieces = [pl.cdiv(x.shape[1], _HEADS) for x in heads]
+def run(call: Call, config: None) -> tuple[Float[Array, "X _ _"], ...]:
+    """Run `qk_norm_rope` on a checked call."""
+    pieces = [pl.cdiv(x.shape[1], _HEADS) for x in call.heads]
     return tuple(
         pl.pallas_call(
-            partial(_kernel, pieces=pieces, eps=eps),
-            grid=(sum(pieces), len(cos)),
-            out_shape=[jax.ShapeDtypeStruct(x.shape, dtype) for x in heads],
+            partial(_kernel, pieces=pieces, eps=call.eps),
+            grid=(sum(pieces), len(call.cos)),
+            out_shape=[jax.ShapeDtypeStruct(x.shape, call.dtype) for x in call.heads],
             compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
-            interpret=interpret,
+            interpret=call.interpret,
             name="qk_norm_rope",
-        )(heads, norms, cos, sin)
+        )(tuple(call.heads), tuple(call.norms), call.cos, call.sin)
     )
 
 

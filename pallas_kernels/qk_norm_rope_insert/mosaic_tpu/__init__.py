@@ -20,7 +20,7 @@ from pallas_kernels.backends import Interpret, Limits
 from pallas_kernels.mosaic_common import INTERPRETERS, SUBLANES, Chip, check_tiles, dot_tn, kernel_cost
 from pallas_kernels.numbers import E4M3_MAX
 from pallas_kernels.pages import Pages, seen_positions
-from pallas_kernels.qk_norm_rope_insert import Projected, Written
+from pallas_kernels.qk_norm_rope_insert import Call, Written
 
 LIMITS = Limits(check_pages=check_tiles, interpreters=INTERPRETERS)
 
@@ -30,36 +30,22 @@ _TOKENS = 16  # of a step of the norm
 _NOWHERE = 2**31 - 1
 
 
-def run(
-    x: Projected,
-    norms: Projected,
-    cos: Float[Array, "B T R"],
-    sin: Float[Array, "B T R"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    k: Pages,
-    v: Pages,
-    index_k: Pages | None,
-    *,
-    eps: float,
-    dtype: jax.typing.DTypeLike,
-    scales: Float[Array, "3 K"] | None,
-    interpret: Interpret,
-) -> Written:
-    """Run `qk_norm_rope_insert` on checked operands."""
-    kv_heads = x.k.shape[2]
-    scales = jnp.ones((3, kv_heads), jnp.float32) if scales is None else scales
-    norm_rope = partial(_norm_rope, cos=cos, sin=sin, eps=eps, interpret=interpret)
-    insert = partial(_insert, positions=positions, lengths=lengths, interpret=interpret)
-    finished = lambda queries, norm: queries if norm is None else norm_rope(queries, norm, dtype=dtype)
-    q = finished(x.q, norms.q)
-    keys = insert(k, norm_rope(x.k, norms.k, dtype=jnp.float32) / scales[0][:, None])
-    values = insert(v, x.v.astype(jnp.float32) / scales[1][:, None])
-    if index_k is None:
+def run(call: Call, config: None) -> Written:
+    """Run `qk_norm_rope_insert` on a checked call."""
+    kv_heads = call.x.k.shape[2]
+    scales = jnp.ones((3, kv_heads), jnp.float32) if call.scales is None else call.scales
+    norm_rope = partial(_norm_rope, cos=call.cos, sin=call.sin, eps=call.eps, interpret=call.interpret)
+    insert = partial(_insert, positions=call.positions, lengths=call.lengths, interpret=call.interpret)
+    finished = lambda queries, norm: queries if norm is None else norm_rope(queries, norm, dtype=call.dtype)
+    q = finished(call.x.q, call.norms.q)
+    keys = insert(call.k, norm_rope(call.x.k, call.norms.k, dtype=jnp.float32) / scales[0][:, None])
+    values = insert(call.v, call.x.v.astype(jnp.float32) / scales[1][:, None])
+    if call.index_k is None:
         return Written(q, None, keys, values, None)
-    index_q = finished(x.index_q, norms.index_q)
-    index_keys = norm_rope(x.index_k[:, :, None], norms.index_k, dtype=jnp.float32) / scales[2, 0]  # [B T 1 I]
-    return Written(q, index_q, keys, values, insert(index_k, index_keys))
+    index_q = finished(call.x.index_q, call.norms.index_q)
+    index_keys = norm_rope(call.x.index_k[:, :, None], call.norms.index_k, dtype=jnp.float32)  # [B T 1 I]
+    index_keys = index_keys / scales[2, 0]
+    return Written(q, index_q, keys, values, insert(call.index_k, index_keys))
 
 
 def _norm_rope(

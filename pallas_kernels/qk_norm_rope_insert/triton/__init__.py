@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.backends import Limits
 from pallas_kernels.numbers import E4M3_MAX, power_of_two
 from pallas_kernels.pages import FinderRefs, Pages, seen_positions
-from pallas_kernels.qk_norm_rope_insert import Projected, Written
+from pallas_kernels.qk_norm_rope_insert import Call, Written
 from pallas_kernels.triton_common import check_pool, div, rem
 from pallas_kernels.triton_heads import head_parts, norm_rope
 
@@ -66,42 +66,26 @@ class Queries(NamedTuple):
     index_q: Any | None  # [B T K I]; None where attention is dense too
 
 
-def run(
-    x: Projected,
-    norms: Projected,
-    cos: Float[Array, "B T R"],
-    sin: Float[Array, "B T R"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    k: Pages,
-    v: Pages,
-    index_k: Pages | None,
-    *,
-    eps: float,
-    dtype: jax.typing.DTypeLike,
-    scales: Float[Array, "3 K"] | None,
-    interpret: bool,
-) -> Written:
-    """Run `qk_norm_rope_insert` on checked operands."""
-    batch, length, heads, width = x.q.shape
-    pages = Targets(k, v, index_k)
-    sizes = Sizes(pages, length, heads, x.k.shape[2], width, cos.shape[-1], eps)
-    if scales is None:
-        scales = jnp.ones((3, sizes.kv_heads), jnp.float32)
-    index_q_norm = None if index_k is None else norms.index_q
+def run(call: Call, config: None) -> Written:
+    """Run `qk_norm_rope_insert` on a checked call."""
+    batch, length, heads, width = call.x.q.shape
+    pages = Targets(call.k, call.v, call.index_k)
+    sizes = Sizes(pages, length, heads, call.x.k.shape[2], width, call.cos.shape[-1], call.eps)
+    scales = jnp.ones((3, sizes.kv_heads), jnp.float32) if call.scales is None else call.scales
+    index_q_norm = None if call.index_k is None else call.norms.index_q
     inputs = Inputs(
-        positions=seen_positions(positions, lengths, length), cos=cos, sin=sin, scales=scales,
-        q=None if norms.q is None else x.q, k=x.k, v=x.v, q_norm=norms.q, k_norm=norms.k,
-        index_q=None if index_q_norm is None else x.index_q, index_k=x.index_k, index_q_norm=index_q_norm,
-        index_k_norm=None if index_k is None else norms.index_k,
+        positions=seen_positions(call.positions, call.lengths, length), cos=call.cos, sin=call.sin, scales=scales,
+        q=None if call.norms.q is None else call.x.q, k=call.x.k, v=call.x.v, q_norm=call.norms.q, k_norm=call.norms.k,
+        index_q=None if index_q_norm is None else call.x.index_q, index_k=call.x.index_k, index_q_norm=index_q_norm,
+        index_k_norm=None if call.index_k is None else call.norms.index_k,
     )  # fmt: skip
     finders = Targets(*(None if target is None else target.finder() for target in pages))
     pools = Targets(*(None if target is None else target.pool for target in pages))
     abstract = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)
     padded = batch, length, sizes.kv_heads, sizes.padded_group, width
     queries = Queries(
-        q=None if norms.q is None else jax.ShapeDtypeStruct(padded, dtype),
-        index_q=None if index_q_norm is None else jax.ShapeDtypeStruct(x.index_q.shape, dtype),
+        q=None if call.norms.q is None else jax.ShapeDtypeStruct(padded, call.dtype),
+        index_q=None if index_q_norm is None else jax.ShapeDtypeStruct(call.x.index_q.shape, call.dtype),
     )
     # The pools are inputs and outputs in one: aliases count arrays.
     first_input = len(jax.tree.leaves((inputs, finders)))
@@ -112,11 +96,11 @@ def run(
         out_shape=(queries, jax.tree.map(abstract, pools)),
         input_output_aliases={first_input + i: first_output + i for i in range(len(jax.tree.leaves(pools)))},
         compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
-        interpret=interpret,
+        interpret=call.interpret,
         name="qk_norm_rope_insert",
     )(inputs, finders, pools)
-    q = x.q if queries.q is None else queries.q[:, :, :, : sizes.group].reshape(x.q.shape)  # [B T N H]
-    index_q = x.index_q if queries.index_q is None else queries.index_q
+    q = call.x.q if queries.q is None else queries.q[:, :, :, : sizes.group].reshape(call.x.q.shape)  # [B T N H]
+    index_q = call.x.index_q if queries.index_q is None else queries.index_q
     return Written(q, index_q, pools.k, pools.v, pools.index_k)
 
 

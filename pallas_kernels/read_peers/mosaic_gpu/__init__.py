@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Shaped
 
 from pallas_kernels.backends import Limits
-from pallas_kernels.read_peers import Result
+from pallas_kernels.read_peers import Call
 
 _THREADS = 128  # a warpgroup
 _LOADS = 4  # of 16 bytes that a thread has under way from each device: an answer takes about a microsecond
@@ -28,16 +28,15 @@ _PROGRAMS = 128  # at most: all of them run at once on a Hopper GPU
 LIMITS = Limits()
 
 
-def run(
-    x: Shaped[Array, "A *X"], axes: tuple[str, ...], result: Result, *, interpret: bool
-) -> Shaped[Array, "_ *X"] | Shaped[Array, "devices A *X"]:
-    """Run `read_peers` on checked operands.
+def run(call: Call, config: None) -> Shaped[Array, "_ *X"] | Shaped[Array, "devices A *X"]:
+    """Run `read_peers` on a checked call.
 
     Raises:
       ValueError: interpret mode, or a first axis that the devices do not divide.
     """
-    if interpret:
+    if call.interpret:
         raise ValueError("read_peers has no interpret mode: Pallas interprets no memory of other devices")
+    x, axes, result = call.x, call.axes, call.result
     sizes = [jax.lax.axis_size(axis) for axis in axes]
     devices = list(product(*map(range, sizes)))
     num_parts = len(devices) if result == "part of sum" else 1

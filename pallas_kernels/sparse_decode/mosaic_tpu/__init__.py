@@ -34,6 +34,7 @@ from pallas_kernels.mosaic_common import (
 )
 from pallas_kernels.numbers import UNSEEN
 from pallas_kernels.pages import FinderRefs, Pages, seen_positions
+from pallas_kernels.sparse_decode import Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,44 +86,32 @@ class SoftmaxRefs(NamedTuple):
     total: Any  # [G 1]
 
 
-def run(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    blocks: Int[Array, "B K T J"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None,
-    return_lse: bool,
-    config: Config | None,
-    interpret: Interpret,
-) -> tuple[Array, ...]:
-    """Run `sparse_decode` on checked operands."""
-    chip = Chip.current(interpret)
-    _, length, heads, width = q.shape
-    kv_heads, total_slots = blocks.shape[1], blocks.shape[3]
+def run(call: Call, config: Config | None) -> tuple[Array, ...]:
+    """Run `sparse_decode` on a checked call."""
+    chip = Chip.current(call.interpret)
+    _, length, heads, width = call.q.shape
+    kv_heads, total_slots = call.blocks.shape[1], call.blocks.shape[3]
     slots = min(total_slots, (config or Config()).slots)
-    while slots > 1 and 4 * slots * k.pool[0].size * k.pool.dtype.itemsize > chip.vmem // 2:
+    while slots > 1 and 4 * slots * call.k.pool[0].size * call.k.pool.dtype.itemsize > chip.vmem // 2:
         slots = -(-slots // 2)
     pieces = -(-total_slots // slots)
-    blocks = jnp.pad(blocks, [(0, 0)] * 3 + [(0, pieces * slots - total_slots)], constant_values=-1)
-    sizes = Sizes(k, length, heads, kv_heads, slots, pieces, width)
-    factors = jnp.stack(scales).astype(jnp.float32) if scales else jnp.ones((2, kv_heads), jnp.float32)
-    query_positions = seen_positions(positions, lengths, length)
-    listed = blocks[0].size + (0 if k.table is None else k.num_blocks)
+    blocks = jnp.pad(call.blocks, [(0, 0)] * 3 + [(0, pieces * slots - total_slots)], constant_values=-1)
+    sizes = Sizes(call.k, length, heads, kv_heads, slots, pieces, width)
+    factors = jnp.stack(call.scales).astype(jnp.float32) if call.scales else jnp.ones((2, kv_heads), jnp.float32)
+    query_positions = seen_positions(call.positions, call.lengths, length)
+    listed = blocks[0].size + (0 if call.k.table is None else call.k.num_blocks)
     group = max(1, PREFETCHED // listed)
     outs, lses = [], []
-    for start in range(0, len(q), group):
+    for start in range(0, len(call.q), group):
         rows = slice(start, start + group)
         out, lse = _attend_rows(
-            q[rows], v, blocks[rows], query_positions[rows], factors,
-            rows=rows, sizes=sizes, chip=chip, interpret=interpret,
+            call.q[rows], call.v, blocks[rows], query_positions[rows], factors,
+            rows=rows, sizes=sizes, chip=chip, interpret=call.interpret,
         )  # fmt: skip
         outs.append(out)
         lses.append(lse)
     out, lse = jnp.concatenate(outs), jnp.concatenate(lses)
-    return (out, lse) if return_lse else (out,)
+    return (out, lse) if call.return_lse else (out,)
 
 
 def _attend_rows(

@@ -8,10 +8,10 @@ In M3's sizes::
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.backends import Limits
-from pallas_kernels.pages import Pages
+from pallas_kernels.sparse_decode import Call
 from pallas_kernels.sparse_decode.triton.attend import Config, attend, default_config
 from pallas_kernels.triton_common import check_pool
 
@@ -20,24 +20,9 @@ __all__ = ["LIMITS", "Config", "run"]
 LIMITS = Limits(check_pages=check_pool, config=Config, stored=(jnp.float8_e4m3fn,))
 
 
-def run(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    blocks: Int[Array, "B K T J"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None,
-    return_lse: bool,
-    config: Config | None,
-    interpret: bool,
-) -> tuple[Array, ...]:
-    """Run `sparse_decode` on checked operands."""
-    batch, length = q.shape[:2]
-    kv_heads, slots = blocks.shape[1], blocks.shape[3]
-    return attend(
-        q, k, v, blocks, positions, lengths, kv_heads=kv_heads, slots=slots, scales=scales, return_lse=return_lse,
-        config=config or default_config(k.pool.dtype, batch * kv_heads, length), interpret=interpret,
-        name="sparse_decode",
-    )  # fmt: skip
+def run(call: Call, config: Config | None) -> tuple[Array, ...]:
+    """Run `sparse_decode` on a checked call."""
+    batch, length = call.q.shape[:2]
+    kv_heads, slots = call.blocks.shape[1], call.blocks.shape[3]
+    config = config or default_config(call.k.pool.dtype, batch * kv_heads, length)
+    return attend(call, call.blocks, kv_heads=kv_heads, slots=slots, config=config, name="sparse_decode")

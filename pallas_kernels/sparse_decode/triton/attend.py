@@ -116,45 +116,25 @@ def default_config(stored: jax.typing.DTypeLike, selections: int, length: int) -
 
 
 def attend(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    blocks: Int[Array, "B K T J"] | None,
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    kv_heads: int,
-    slots: int,
-    scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None,
-    return_lse: bool,
-    config: Config,
-    interpret: bool,
-    name: str,
+    call: Any, blocks: Int[Array, "B K T J"] | None, *, kv_heads: int, slots: int, config: Config, name: str
 ) -> tuple[Array, ...]:
-    """Both kernels, of checked operands: attention of each split, and the merge where there are several.
+    """Both kernels: attention of each split, and the merge where there are several.
 
     Args:
-      q: queries.
-      k: keys.
-      v: values.
+      call: a checked `Call` of `sparse_decode` or `dense_decode`.
       blocks: the selection; None for everything that a query sees.
-      positions: of each query.
-      lengths: valid keys of each row.
       kv_heads: K.
       slots: blocks of a query at most.
-      scales: of keys and values.
-      return_lse: also return the log-sum-exp.
       config: tile sizes.
-      interpret: run on the CPU.
       name: of the first kernel.
     """
+    q, k = call.q, call.k
     batch, length, heads, width = q.shape
     units = slots * (k.block_size // min(config.keys, k.block_size))
     splits = config.splits or max(1, min(units, config.programs // (batch * length * kv_heads)))
-    sizes = Sizes(k, config, length, heads, kv_heads, slots, width, splits, interpret)
-    if scales is not None:
-        scales = Scales(*(scale.astype(jnp.float32) for scale in scales))
-    positions, lengths = positions.astype(jnp.int32), lengths.astype(jnp.int32)
+    sizes = Sizes(k, config, length, heads, kv_heads, slots, width, splits, call.interpret)
+    scales = None if call.scales is None else Scales(*(scale.astype(jnp.float32) for scale in call.scales))
+    positions, lengths = call.positions.astype(jnp.int32), call.lengths.astype(jnp.int32)
     shape = (batch, length, kv_heads, splits, sizes.tile_rows)
     part_dtype = q.dtype if splits == 1 else jnp.float32
     parts, part_lses = pl.pallas_call(
@@ -162,18 +142,18 @@ def attend(
         grid=(splits, kv_heads, batch * length),
         out_shape=(jax.ShapeDtypeStruct((*shape, width), part_dtype), jax.ShapeDtypeStruct(shape, jnp.float32)),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
+        interpret=call.interpret,
         name=name,
-    )(q, positions, lengths, blocks, k.pool, k.finder(), v.pool, scales)
+    )(q, positions, lengths, blocks, k.pool, k.finder(), call.v.pool, scales)
     if splits == 1:
         out, lse = parts[:, :, :, 0], part_lses[:, :, :, 0]  # [B T K R H], [B T K R]
     else:
-        out, lse = merge(parts, part_lses, q.dtype, group=sizes.group, interpret=interpret)
+        out, lse = merge(parts, part_lses, q.dtype, group=sizes.group, interpret=call.interpret)
 
     def without_padding(x: Shaped[Array, "B T K R ..."]) -> Shaped[Array, "B T N ..."]:
         return x[:, :, :, : sizes.group].reshape(batch, length, heads, *x.shape[4:])
 
-    return (without_padding(out), without_padding(lse)) if return_lse else (without_padding(out),)
+    return (without_padding(out), without_padding(lse)) if call.return_lse else (without_padding(out),)
 
 
 def _kernel(

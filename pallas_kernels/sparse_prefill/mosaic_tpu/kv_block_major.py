@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.backends import Interpret
 from pallas_kernels.mosaic_common import PREFETCHED, Chip, divisor, dot_nt, dot_tn, locate, natural_lse
 from pallas_kernels.pages import FinderRefs, Pages, seen_positions
+from pallas_kernels.sparse_prefill import Call
 from pallas_kernels.sparse_prefill.mosaic_tpu.sizes import Config, Sizes
 
 _CHUNK_PAIRS = 1 << 17  # whose queries and partial outputs are held at once
@@ -33,19 +34,7 @@ class Lists(NamedTuple):
     starts: Any  # [W + 1] where the pairs of each work start
 
 
-def kv_block_major(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    blocks: Int[Array, "B K T J"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    return_lse: bool,
-    config: Config | None,
-    chunk: int | None = None,
-    interpret: Interpret,
-) -> tuple[Array, ...]:
+def kv_block_major(call: Call, config: Config | None, chunk: int | None = None) -> tuple[Array, ...]:
     """`sparse_prefill` of checked operands by this schedule.
 
     Keys and values in float8_e4m3fn have no scale here. `chunk` is how many queries of a row have their partial
@@ -54,44 +43,42 @@ def kv_block_major(
     Raises:
       ValueError: more blocks than its lists have room for.
     """
-    batch, length, heads, width = q.shape
-    kv_heads, slots = blocks.shape[1], blocks.shape[3]
+    batch, length, heads, width = call.q.shape
+    kv_heads, slots = call.blocks.shape[1], call.blocks.shape[3]
     chunk = min(length, chunk or max(1, _CHUNK_PAIRS // (kv_heads * slots)))
     pieces = -(-length // chunk)
     padding = pieces * chunk - length
-    sizes = Sizes(k, (config or Config()).tokens, chunk, heads, kv_heads, slots, width)
-    if 2 * _most_works(sizes) + k.num_blocks > 2 * PREFETCHED - 4096:
+    sizes = Sizes(call.k, (config or Config()).tokens, chunk, heads, kv_heads, slots, width)
+    if 2 * _most_works(sizes) + call.k.num_blocks > 2 * PREFETCHED - 4096:
         raise ValueError(
-            f"{k.num_blocks} blocks x {kv_heads} KV heads: too many for kv_block_major's lists; use "
+            f"{call.k.num_blocks} blocks x {kv_heads} KV heads: too many for kv_block_major's lists; use "
             'schedule="query_union"'
         )
-    query_positions = seen_positions(positions, lengths, length + padding).reshape(batch * pieces, chunk)
-    q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))).reshape(batch * pieces, chunk, heads, width)
-    blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, padding), (0, 0)), constant_values=-1)
+    query_positions = seen_positions(call.positions, call.lengths, length + padding).reshape(batch * pieces, chunk)
+    q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0))).reshape(batch * pieces, chunk, heads, width)
+    blocks = jnp.pad(call.blocks, ((0, 0), (0, 0), (0, padding), (0, 0)), constant_values=-1)
     blocks = blocks.reshape(batch, kv_heads, pieces, chunk, slots).swapaxes(1, 2)  # [B pieces K C J]
     blocks = blocks.reshape(batch * pieces, kv_heads, chunk, slots)
     row = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), pieces)
 
     def attend_piece(piece: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
         q, blocks, query_positions, row = piece
-        return _attend_piece(q, v, blocks, query_positions, row, lengths, sizes=sizes, interpret=interpret)
+        return _attend_piece(call, q, blocks, query_positions, row, sizes=sizes)
 
     out, lse = jax.lax.map(attend_piece, (q, blocks, query_positions, row))
     out = out.reshape(batch, -1, heads, width)[:, :length]
     lse = lse.reshape(batch, -1, heads)[:, :length]
-    return (out, lse) if return_lse else (out,)
+    return (out, lse) if call.return_lse else (out,)
 
 
 def _attend_piece(
+    call: Call,
     q: Float[Array, "C N H"],
-    v: Pages,
     blocks: Int[Array, "K C J"],
     query_positions: Int[Array, " C"],
     row: Int[Array, ""],
-    lengths: Int[Array, " B"],
     *,
     sizes: Sizes,
-    interpret: Interpret,
 ) -> tuple[Float[Array, "C N H"], Float[Array, "C N"]]:
     """(out, lse) of some queries of one row of the batch."""
     pairs = blocks.size
@@ -111,8 +98,8 @@ def _attend_piece(
     lane_positions = query_positions[token].reshape(tiles, 1, sizes.tokens)
     lane_positions = jnp.repeat(lane_positions, sizes.group, axis=2)  # [tiles 1 lanes]
     finder = FinderRefs(sizes.k.layer.reshape(1), None if sizes.k.table is None else sizes.k.table[row])
-    lists = Lists(finder, row.reshape(1), lengths, bins, starts)
-    parts, lses = _attend(grouped, lane_positions, count, lists, v, sizes, interpret)
+    lists = Lists(finder, row.reshape(1), call.lengths, bins, starts)
+    parts, lses = _attend(grouped, lane_positions, count, lists, call.v, sizes, call.interpret)
     # Back to the order of (KV head, query, slot).
     place = jnp.zeros_like(order).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
     shape = (sizes.kv_heads, sizes.length, sizes.slots, sizes.group)

@@ -30,49 +30,36 @@ from pallas_kernels.mosaic_common import (
 )
 from pallas_kernels.numbers import BEHIND_ALL, UNSEEN
 from pallas_kernels.pages import FinderRefs, Pages, seen_positions
+from pallas_kernels.sparse_prefill import Call
 from pallas_kernels.sparse_prefill.mosaic_tpu.sizes import Config, Sizes
 
 _BUFFERS = 4
 _HEADER = 2  # numbers before the ids of a list: how many there are, and how many keys its last query sees
 
 
-def query_union(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    blocks: Int[Array, "B K T J"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    scales: tuple[Float[Array, " K"], Float[Array, " K"]] | None = None,
-    return_lse: bool,
-    config: Config | None,
-    interpret: Interpret,
-) -> tuple[Array, ...]:
-    """`sparse_prefill` of checked operands by this schedule.
-
-    `scales` is what stored keys and values of each KV head are to be multiplied with.
-    """
-    _, length, heads, width = q.shape
-    kv_heads, slots = blocks.shape[1], blocks.shape[3]
-    sizes = Sizes(k, (config or Config()).tokens, length, heads, kv_heads, slots, width)
-    factors = jnp.stack(scales).astype(jnp.float32) if scales else jnp.ones((2, kv_heads), jnp.float32)
+def query_union(call: Call, config: Config | None) -> tuple[Array, ...]:
+    """`sparse_prefill` of a checked call by this schedule; one-byte keys and values have no scale here."""
+    _, length, heads, width = call.q.shape
+    kv_heads, slots = call.blocks.shape[1], call.blocks.shape[3]
+    sizes = Sizes(call.k, (config or Config()).tokens, length, heads, kv_heads, slots, width)
+    factors = jnp.ones((2, kv_heads), jnp.float32)
     padded = sizes.tiles * sizes.tokens
-    query_positions = seen_positions(positions, lengths, padded)
+    query_positions = seen_positions(call.positions, call.lengths, padded)
     padding = padded - length
-    q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, padding), (0, 0)), constant_values=-1)
-    group = len(q) if k.table is None else max(1, PREFETCHED // k.num_blocks)
+    q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    blocks = jnp.pad(call.blocks, ((0, 0), (0, 0), (0, padding), (0, 0)), constant_values=-1)
+    group = len(q) if call.k.table is None else max(1, PREFETCHED // call.k.num_blocks)
     outs, lses = [], []
     for start in range(0, len(q), group):
         rows = slice(start, start + group)
         out, lse = _attend_rows(
-            q[rows], v, blocks[rows], query_positions[rows], factors, rows=rows, sizes=sizes, interpret=interpret
-        )
+            q[rows], call.v, blocks[rows], query_positions[rows], factors,
+            rows=rows, sizes=sizes, interpret=call.interpret,
+        )  # fmt: skip
         outs.append(out)
         lses.append(lse)
     out, lse = jnp.concatenate(outs), jnp.concatenate(lses)
-    return (out, lse) if return_lse else (out,)
+    return (out, lse) if call.return_lse else (out,)
 
 
 def union_lists(blocks: Int[Array, "B K T J"], query_positions: Int[Array, "B T"], sizes: Sizes) -> Int[Array, "X 1 U"]:

@@ -14,10 +14,11 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.backends import Limits
-from pallas_kernels.pages import Pages, seen_positions
+from pallas_kernels.pages import seen_positions
+from pallas_kernels.sparse_prefill import Call, check_config
 from pallas_kernels.sparse_prefill.triton.kv_block_major import kv_block_major
 from pallas_kernels.sparse_prefill.triton.query_union import default_config, query_union, walk_unions
 from pallas_kernels.sparse_prefill.triton.sizes import Config, Sizes
@@ -32,30 +33,18 @@ LIMITS = Limits(check_pages=check_pool, config=Config, schedules=("auto", "query
 _BREAK_EVEN = 2.1
 
 
-def run(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    blocks: Int[Array, "B K T J"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    schedule: str,
-    return_lse: bool,
-    config: Config | None,
-    interpret: bool,
-) -> tuple[Array, ...]:
-    """Run `sparse_prefill` on checked operands; "auto" measures how much selections of neighbouring queries overlap."""
-    operands = dict(q=q, k=k, v=v, blocks=blocks, positions=positions, lengths=lengths)
-    options = dict(return_lse=return_lse, config=config, interpret=interpret)
-    if schedule == "kv_block_major":
-        return kv_block_major(**operands, **options)
+def run(call: Call, config: Config | None) -> tuple[Array, ...]:
+    """Run `sparse_prefill` on a checked call; "auto" measures how much selections of neighbouring queries overlap."""
+    check_config(call, config)
+    q, k, blocks = call.q, call.k, call.blocks
+    if call.schedule == "kv_block_major":
+        return kv_block_major(call, config)
     # Where all blocks of a row are fewer than two selections, unions cannot hold many more than one selection.
-    if schedule == "query_union" or k.num_blocks <= 2 * blocks.shape[3]:
-        return query_union(**operands, **options)
+    if call.schedule == "query_union" or k.num_blocks <= 2 * blocks.shape[3]:
+        return query_union(call, config)
     length = q.shape[1]
-    sizes = Sizes.of(q, k, blocks.shape[1], blocks.shape[3], default_config(q.dtype), return_lse, interpret)
-    query_positions = seen_positions(positions, lengths, sizes.out_tokens)
+    sizes = Sizes.of(call, blocks.shape[1], blocks.shape[3], default_config(q.dtype))
+    query_positions = seen_positions(call.positions, call.lengths, sizes.out_tokens)
     unions = union_blocks(blocks, query_positions, sizes)
     is_chosen = (blocks >= 0) & (query_positions[:, None, :length, None] >= 0)  # [B K T J]
     chosen = jnp.sum(is_chosen, dtype=jnp.float32)
@@ -63,6 +52,6 @@ def run(
     is_spread = in_unions * sizes.tile_tokens > _BREAK_EVEN * chosen
     return jax.lax.cond(
         is_spread,
-        lambda: kv_block_major(**operands, **options),
-        lambda: walk_unions(q, v, query_positions, unions, sizes),
+        lambda: kv_block_major(call, config),
+        lambda: walk_unions(q, call.v, query_positions, unions, sizes),
     )

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.pages import FinderRefs, Pages, seen_positions
+from pallas_kernels.pages import FinderRefs, seen_positions
+from pallas_kernels.sparse_prefill import Call
 from pallas_kernels.sparse_prefill.triton.csr import Inverted, invert, search, seen_blocks
 from pallas_kernels.sparse_prefill.triton.sizes import Config, Sizes
 from pallas_kernels.triton_common import LOG2E, div, divisor, dot, exp2, natural_lse, rem
@@ -23,33 +24,21 @@ _WORK_TILES = 32  # tiles of queries that share one load of a block
 _CHUNK_PAIRS = 1 << 17  # (query, slot) pairs of a KV head whose partial outputs are held at once
 
 
-def kv_block_major(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    blocks: Int[Array, "B K T J"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    return_lse: bool,
-    config: Config | None,
-    chunk: int | None = None,
-    interpret: bool,
-) -> tuple[Array, ...]:
+def kv_block_major(call: Call, config: Config | None, chunk: int | None = None) -> tuple[Array, ...]:
     """`sparse_prefill` of checked operands by this schedule.
 
     `chunk` is how many queries of a row have their partial outputs, J of them each, in memory at once.
     """
-    length, slots = q.shape[1], blocks.shape[3]
-    config = default_config(q.dtype) if config is None else config
-    query_positions = seen_positions(positions, lengths, length)
+    length, slots = call.q.shape[1], call.blocks.shape[3]
+    config = default_config(call.q.dtype) if config is None else config
+    query_positions = seen_positions(call.positions, call.lengths, length)
     chunk = min(length, chunk or max(1, _CHUNK_PAIRS // slots))
-    sizes = Sizes.of(q, k, blocks.shape[1], slots, config, return_lse, interpret)
+    sizes = Sizes.of(call, call.blocks.shape[1], slots, config)
     out, lse = None, None
     for start in range(0, length, chunk):
         piece = slice(start, start + chunk)
         out, lse = _attend_chunk(
-            q, v, blocks[:, :, piece], query_positions[:, piece], lengths, (out, lse), start=start, sizes=sizes
+            call, call.blocks[:, :, piece], query_positions[:, piece], (out, lse), start=start, sizes=sizes
         )
 
     def trim(x: Array) -> Array:
@@ -67,11 +56,9 @@ def default_config(dtype: jax.typing.DTypeLike) -> Config:
 
 
 def _attend_chunk(
-    q: Float[Array, "B T N H"],
-    v: Pages,
+    call: Call,
     blocks: Int[Array, "B K C J"],
     query_positions: Int[Array, "B C"],
-    lengths: Int[Array, " B"],
     before: tuple[Float[Array, "B X H"] | None, Float[Array, "B X"] | None],
     *,
     start: int,
@@ -93,15 +80,15 @@ def _attend_chunk(
         ),
         grid=(pairs // per_work + min(pairs, bins),),
         out_shape=(
-            jax.ShapeDtypeStruct((lanes, sizes.width), q.dtype),
+            jax.ShapeDtypeStruct((lanes, sizes.width), call.q.dtype),
             jax.ShapeDtypeStruct((lanes,), jnp.float32),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=sizes.interpret,
         name="kv_block_major",
     )(
-        q.reshape(-1, sizes.width), query_positions.reshape(-1), lengths, inverted,
-        k.pool, k.finder(), v.pool,
+        call.q.reshape(-1, sizes.width), query_positions.reshape(-1), call.lengths, inverted,
+        k.pool, k.finder(), call.v.pool,
     )  # fmt: skip
     return _merge(parts, part_lses, is_seen, before, start=start, sizes=sizes)
 

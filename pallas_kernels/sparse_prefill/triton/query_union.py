@@ -14,27 +14,17 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.pages import Pages, seen_positions
+from pallas_kernels.sparse_prefill import Call
 from pallas_kernels.sparse_prefill.triton.sizes import Config, Sizes
 from pallas_kernels.sparse_prefill.triton.union import Unions, union_blocks
 from pallas_kernels.triton_common import Softmax, div, dot, empty_softmax, finish, fold, rem
 
 
-def query_union(
-    q: Float[Array, "B T N H"],
-    k: Pages,
-    v: Pages,
-    blocks: Int[Array, "B K T J"],
-    positions: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    *,
-    return_lse: bool,
-    config: Config | None,
-    interpret: bool,
-) -> tuple[Array, ...]:
+def query_union(call: Call, config: Config | None) -> tuple[Array, ...]:
     """`sparse_prefill` of checked operands by this schedule."""
-    sizes = Sizes.of(q, k, blocks.shape[1], blocks.shape[3], config or default_config(q.dtype), return_lse, interpret)
-    query_positions = seen_positions(positions, lengths, sizes.out_tokens)
-    return walk_unions(q, v, query_positions, union_blocks(blocks, query_positions, sizes), sizes)
+    sizes = Sizes.of(call, call.blocks.shape[1], call.blocks.shape[3], config or default_config(call.q.dtype))
+    query_positions = seen_positions(call.positions, call.lengths, sizes.out_tokens)
+    return walk_unions(call.q, call.v, query_positions, union_blocks(call.blocks, query_positions, sizes), sizes)
 
 
 def walk_unions(

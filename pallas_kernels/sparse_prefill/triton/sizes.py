@@ -1,6 +1,7 @@
 """Static sizes of the Triton kernels of a prefill: both schedules of sparse attention, and dense attention."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,19 +38,10 @@ class Sizes:
     interpret: bool
 
     @classmethod
-    def of(
-        cls,
-        q: Float[Array, "B T N H"],
-        k: Pages,
-        kv_heads: int,
-        slots: int,
-        config: Config,
-        return_lse: bool,
-        interpret: bool,
-    ) -> "Sizes":
-        """Return the sizes of a call with these operands."""
-        _, length, heads, width = q.shape
-        return cls(k, config, length, heads, kv_heads, slots, width, return_lse, interpret)
+    def of(cls, call: Any, kv_heads: int, slots: int, config: Config) -> "Sizes":
+        """Return the sizes of a call of `sparse_prefill` or `dense_causal`."""
+        _, length, heads, width = call.q.shape
+        return cls(call.k, config, length, heads, kv_heads, slots, width, call.return_lse, call.interpret)
 
     @property
     def group(self) -> int:

@@ -16,10 +16,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.numbers import power_of_two
+from pallas_kernels.stacked_project import Call
 from pallas_kernels.triton_common import dot_columns, store_rows
 from pallas_kernels.triton_experts import Piece
 from pallas_kernels.triton_project import num_splits, project_pieces
@@ -43,21 +44,14 @@ class Config(TileConfig):
 LIMITS = Limits(config=Config)
 
 
-def run(
-    x: Float[Array, "X I"],
-    weights: tuple[Float[Array, "L I _"], ...],
-    layer: Int[Array, ""],
-    *,
-    config: Config | None,
-    interpret: bool,
-) -> tuple[Float[Array, "X _"], ...]:
-    """Run `stacked_project` on checked operands.
+def run(call: Call, config: Config | None) -> tuple[Float[Array, "X _"], ...]:
+    """Run `stacked_project` on a checked call.
 
     Raises:
       ValueError: widths that are not whole pieces of a program.
     """
-    (num_rows, inputs), widths = x.shape, [w.shape[2] for w in weights]
-    config = default_config(x.dtype, inputs, widths) if config is None else config
+    (num_rows, inputs), widths = call.x.shape, [w.shape[2] for w in call.weights]
+    config = default_config(call.x.dtype, inputs, widths) if config is None else config
     piece = config.piece
     if inputs % piece.depth or any(width % piece.columns for width in widths):
         raise ValueError(
@@ -67,16 +61,16 @@ def run(
     tiles = [width // piece.columns for width in widths]
     splits = num_splits(sum(tiles), inputs // piece.depth, config.programs)
     parts = project_pieces(
-        x,
-        weights,
-        layer,
-        multiply=partial(_multiply, piece=piece, steps=inputs // piece.depth // splits, interpret=interpret),
+        call.x,
+        tuple(call.weights),
+        call.layer,
+        multiply=partial(_multiply, piece=piece, steps=inputs // piece.depth // splits, interpret=call.interpret),
         tiles=tiles,
         row_tiles=1,
         splits=splits,
         parts=[jax.ShapeDtypeStruct((splits * num_rows, width), jnp.float32) for width in widths],
         compiler_params=piece.compiler_params,
-        interpret=interpret,
+        interpret=call.interpret,
         name="stacked_project",
     )
     return tuple(jnp.sum(part.reshape(splits, num_rows, -1), axis=0) for part in parts)
