@@ -1,12 +1,12 @@
 """The outputs of the chosen experts for each token: several ways to compute one sum, and the choice among them.
 
-Every way takes tokens [X D], the stacked weights of all layers, the experts that each token chose [X A], the layer, and
-the activation. It gives [X A D] in the accumulator's dtype: what each pair's expert makes of its token. No pair is
-dropped. An id of -1 is an expert that is not held here; what stands in its place may be anything.
+A path takes an `ExpertCall`, and gives [X A D] in the accumulator's dtype: what each pair's expert makes of its token.
+No pair is dropped. An id of -1 is an expert that is not held here; what stands in its place may be anything.
+`choose_path` says which path runs a call.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from m3jax.msa.inversion import Tiles, invert
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import accumulator, einsum
 from m3jax.ops import measured
-from m3jax.ops.backends import choose, interpreted, kernels_here, why_not
+from m3jax.ops.backends import check_backend_name, choose, interpreted, kernels_here, why_not
 from m3jax.ops.cases import ExpertsCase, Stored
 from m3jax.ops.project import operands, project
 from m3jax.platform import platform
@@ -39,6 +39,44 @@ class ExpertWeights(NamedTuple):
     down: Float[Array, "L E F D"] | MXFP8Array
 
 
+@dataclass(frozen=True)
+class ExpertCall:
+    """The experts that each token of a call chose.
+
+    Attributes:
+      x: tokens.
+      weights: of the experts that this device holds, of all layers of a stack.
+      expert_ids: the experts that each token chose; -1 for one that another device holds.
+      layer: which layer of the stack.
+      activate: of gate and up, element by element.
+      num_shares: where devices divide the experts, how many do.
+      shared: gate, up and down of an expert that all tokens meet, if it is to be run with the others (`joins_shared`).
+    """
+
+    x: Float[Array, "X D"]
+    weights: ExpertWeights
+    expert_ids: Int[Array, "X A"]
+    layer: Int[Array, ""]
+    activate: Activation
+    num_shares: int | None = None
+    shared: Sequence[StackedLayer] = ()
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of (token, expert) pairs."""
+        return self.expert_ids.size
+
+    @property
+    def num_chosen(self) -> int:
+        """A, experts of a token."""
+        return self.expert_ids.shape[1]
+
+    @property
+    def is_mxfp8(self) -> bool:
+        """True if the weights are codes and scales."""
+        return isinstance(self.weights.gate, MXFP8Array)
+
+
 def run_experts(
     x: Float[Array, "X D"],
     weights: ExpertWeights,
@@ -54,15 +92,9 @@ def run_experts(
     """Return each (token, expert) pair's output, computed in the way that suits the platform and the number of pairs.
 
     Args:
-      x: tokens.
-      weights: of the experts that this device holds, of all layers of a stack.
-      expert_ids: the experts that each token chose; -1 for one that another device holds.
-      layer: which layer of the stack.
-      activate: of gate and up, element by element.
+      x, weights, expert_ids, layer, activate, num_shares, shared: as of `ExpertCall`.
       path: "auto"; "trained", for the one whose gradients are fastest; or one of `EXPERT_PATHS`.
       backend: where kernels are not wanted, "xla".
-      num_shares: where devices divide the experts, how many do.
-      shared: gate, up and down of an expert that all tokens meet, if it is to be run with the others (`joins_shared`).
 
     Returns:
       C = A, or A + 1 with a shared expert, whose outputs come last.
@@ -70,68 +102,30 @@ def run_experts(
     Raises:
       ValueError: a path that is asked for by name and cannot run this, with the reason.
     """
-    if shared:
-        return few(x, weights, expert_ids, layer, activate, shared)
-    is_mxfp8 = isinstance(weights.gate, MXFP8Array)
-    kernels = choose(experts_case("grouped", x, weights.gate), backend)
-    if path == "in_fixed_tiles" and kernels == "triton":
-        # Tensor cores add what they multiply to what they are given, channel by channel, in a tile of any height.
-        if not is_mxfp8 and len(x) <= measured.few_tokens(*weights.gate.shape[2:]):
-            return few(x, weights, expert_ids, layer, activate)
-        return grouped(x, weights, expert_ids, layer, activate, least_tile=measured.ORDERED_TILE)
-    if path == "trained":
-        path = "copied" if choose(experts_case("products", x, weights.gate), backend) == "xla" else "products"
-    if path != "auto":
-        if reason := why_not_path(path, x, weights.gate):
-            raise ValueError(f"path = {path!r} cannot run these experts: {reason}; choose 'auto' or another path")
-        return EXPERT_PATHS[path](x, weights, expert_ids, layer, activate)
-    where, num_pairs, is_divided = platform(), expert_ids.size, num_shares is not None
-    is_few = num_pairs <= measured.FEW_PAIRS * min(num_shares or 1, measured.MOST_SHARES)
-    if is_mxfp8 and kernels != "xla":
-        return grouped(x, weights, expert_ids, layer, activate)
-    if where == "gpu":
-        run_path = EXPERT_PATHS[way_on_gpu(x, weights, expert_ids.shape[1], backend)]
-        return run_path(x, weights, expert_ids, layer, activate)
-    if where == "tpu" and not is_few:
-        return ragged(x, weights, expert_ids, layer, activate)
-    if where == "tpu" and not is_divided:
-        return gathered(x, weights, expert_ids, layer, activate)
-    if is_few:
-        return one_by_one(x, weights, expert_ids, layer, activate, num_shares=num_shares or 1)
-    return tiled(x, weights, expert_ids, layer, activate)
+    call = ExpertCall(x, weights, expert_ids, layer, activate, num_shares, shared)
+    chosen, _ = choose_path(call, path, backend)
+    return _PATHS[chosen](call)
 
 
-def gathered(
-    x: Float[Array, "X D"],
-    weights: ExpertWeights,
-    expert_ids: Int[Array, "X A"],
-    layer: Int[Array, ""],
-    activate: Activation,
-) -> Float[Array, "X A D"]:
+def gathered(call: ExpertCall) -> Float[Array, "X A D"]:
     """Compute the pairs of a few tokens, all at once: each reads its expert's weights."""
-    gate, up, down = (w[layer, expert_ids] for w in weights)  # [X A D F] twice, [X A F D]
-    hidden = activate(project("xd,xadf->xaf", x, gate), project("xd,xadf->xaf", x, up))
+    x, gate, up, down = call.x, *(w[call.layer, call.expert_ids] for w in call.weights)  # [X A D F] twice, [X A F D]
+    hidden = call.activate(project("xd,xadf->xaf", x, gate), project("xd,xadf->xaf", x, up))
     # Else XLA computes the activation again for every element of `down`: 1 ms instead of 0.05 at M3's widths.
     return project("xaf,xafd->xad", jax.lax.optimization_barrier(hidden), down)
 
 
-def one_by_one(
-    x: Float[Array, "X D"],
-    weights: ExpertWeights,
-    expert_ids: Int[Array, "X A"],
-    layer: Int[Array, ""],
-    activate: Activation,
-    num_shares: int = 1,
-) -> Float[Array, "X A D"]:
+def one_by_one(call: ExpertCall) -> Float[Array, "X A D"]:
     """Compute the pairs of a few tokens one after the other: a pair's weights stay in the cache of a CPU's core.
 
     Where devices divide the experts each skips the pairs of the others' experts.
     """
+    weights, layer, num_shares = call.weights, call.layer, call.num_shares or 1
 
     def run_pair(token, expert):
         gate = project("d,df->f", token, weights.gate[layer, expert])
         up = project("d,df->f", token, weights.up[layer, expert])
-        return project("f,fd->d", activate(gate, up), weights.down[layer, expert])
+        return project("f,fd->d", call.activate(gate, up), weights.down[layer, expert])
 
     def skip_pair(token, expert):
         return jnp.zeros(token.shape, accumulator(token.dtype))
@@ -145,22 +139,17 @@ def one_by_one(
                 return None, jax.lax.cond(expert >= 0, run_pair, skip_pair, token, expert)
         return None, run_pair(token, expert)
 
-    is_narrow = not isinstance(weights.gate, MXFP8Array) and weights.gate.dtype != accumulator(x.dtype)
-    tokens = jnp.repeat(x, expert_ids.shape[1], axis=0)  # [X*A D]
-    _, out = jax.lax.scan(step, None, (tokens, expert_ids.reshape(-1)))
-    return out.reshape(*expert_ids.shape, -1)  # [X A D]
+    is_narrow = not call.is_mxfp8 and weights.gate.dtype != accumulator(call.x.dtype)
+    tokens = jnp.repeat(call.x, call.num_chosen, axis=0)  # [X*A D]
+    _, out = jax.lax.scan(step, None, (tokens, call.expert_ids.reshape(-1)))
+    return out.reshape(*call.expert_ids.shape, -1)  # [X A D]
 
 
-def ragged(
-    x: Float[Array, "X D"],
-    weights: ExpertWeights,
-    expert_ids: Int[Array, "X A"],
-    layer: Int[Array, ""],
-    activate: Activation,
-) -> Float[Array, "X A D"]:
+def ragged(call: ExpertCall) -> Float[Array, "X A D"]:
     """Compute the pairs of many tokens on a TPU: sort them by expert, three ragged products, sort back."""
+    x, expert_ids = call.x, call.expert_ids
     # ragged_dot can be vmapped only with all its operands batched, so the weights follow the choice of experts.
-    gate, up, down = (w[layer + 0 * expert_ids[0, 0]] for w in weights)  # [E D F] twice, [E F D]
+    gate, up, down = (w[call.layer + 0 * expert_ids[0, 0]] for w in call.weights)  # [E D F] twice, [E F D]
     num_experts = gate.shape[0]
     sort_key = jnp.where(expert_ids < 0, num_experts, expert_ids).reshape(-1)  # what is not held comes last
     order = jnp.argsort(sort_key, stable=True)  # [X*A]
@@ -173,8 +162,8 @@ def ragged(
         dtype = accumulator(rows.dtype)
         return jax.lax.ragged_dot(rows, weight, sizes, precision=precision, preferred_element_type=dtype)
 
-    tokens = x[order // expert_ids.shape[1]]  # [X*A D], by expert
-    out = product(activate(product(tokens, gate), product(tokens, up)), down)
+    tokens = x[order // call.num_chosen]  # [X*A D], by expert
+    out = product(call.activate(product(tokens, gate), product(tokens, up)), down)
     return jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*expert_ids.shape, -1)
 
 
@@ -220,27 +209,21 @@ def sums_in_tiles(
     return sums.at[target[order]].add(weighted, mode="drop", indices_are_sorted=True)
 
 
-def tiled(
-    x: Float[Array, "X D"],
-    weights: ExpertWeights,
-    expert_ids: Int[Array, "X A"],
-    layer: Int[Array, ""],
-    activate: Activation,
-) -> Float[Array, "X A D"]:
+def tiled(call: ExpertCall) -> Float[Array, "X A D"]:
     """Compute the pairs of many tokens in tiles, each of tokens that chose one expert.
 
     For a CPU or GPU, where XLA computes a ragged product as a dense one per expert. The inversion is attention's: token
     -> experts becomes expert -> tokens.
     """
-    num_experts = weights.gate.shape[1]
-    tile = min(measured.CPU_TILE, max(8, expert_ids.size // num_experts))
-    tiles = invert(expert_ids[None, None], num_experts, tile)
+    x, layer, num_experts = call.x, call.layer, call.weights.gate.shape[1]
+    tile = min(measured.CPU_TILE, max(8, call.num_pairs // num_experts))
+    tiles = invert(call.expert_ids[None, None], num_experts, tile)
 
     def run_tile(expert, token_ids, valid):
         tokens = x[token_ids]  # [C D]
-        gate = project("cd,df->cf", tokens, weights.gate[layer, expert])
-        up = project("cd,df->cf", tokens, weights.up[layer, expert])
-        return project("cf,fd->cd", activate(gate, up), weights.down[layer, expert])
+        gate = project("cd,df->cf", tokens, call.weights.gate[layer, expert])
+        up = project("cd,df->cf", tokens, call.weights.up[layer, expert])
+        return project("cf,fd->cd", call.activate(gate, up), call.weights.down[layer, expert])
 
     def idle(expert, token_ids, valid):
         return jnp.zeros((tile, x.shape[1]), accumulator(x.dtype))
@@ -253,25 +236,18 @@ def tiled(
     return _outputs_of_pairs(out, tiles)
 
 
-def in_fixed_tiles(
-    x: Float[Array, "X D"],
-    weights: ExpertWeights,
-    expert_ids: Int[Array, "X A"],
-    layer: Int[Array, ""],
-    activate: Activation,
-) -> Float[Array, "X A D"]:
+def in_fixed_tiles(call: ExpertCall) -> Float[Array, "X A D"]:
     """Compute `tiled` in tiles of one size, so that a pair has the same bits whatever other pairs there are.
 
     The loop ends with the last tile that some expert filled; a compiler does not know how long it is (`m3jax.tiles`).
     """
-    from pallas_kernels.gradient import with_gradient
 
     def forward(x, gate, up, down, expert_ids, layer):
         tiles = invert(expert_ids[None, None], gate.shape[1], _FIXED_TILE)
 
         def run_tile(index, out):
             expert, tokens = tiles.block[index], x[tiles.query[index]]  # [C D]
-            hidden = activate(
+            hidden = call.activate(
                 project("cd,df->cf", tokens, gate[layer, expert]), project("cd,df->cf", tokens, up[layer, expert])
             )
             one_tile = project("cf,fd->cd", hidden, down[layer, expert])
@@ -282,54 +258,37 @@ def in_fixed_tiles(
         out = jax.lax.fori_loop(0, used_tiles, run_tile, out)  # [tiles C D]
         return _outputs_of_pairs(out, tiles)
 
-    def differentiable(x, gate, up, down, expert_ids, layer):
-        return tiled(x, ExpertWeights(gate, up, down), expert_ids, layer, activate)
-
-    return with_gradient(forward, differentiable, 4)(x, *weights, expert_ids, layer)
+    return _with_gradient_of_tiled(forward, call)
 
 
-def few(
-    x: Float[Array, "X D"],
-    weights: ExpertWeights,
-    expert_ids: Int[Array, "X A"],
-    layer: Int[Array, ""],
-    activate: Activation,
-    shared: Sequence[StackedLayer] = (),
-) -> Float[Array, "X C D"]:
+def few(call: ExpertCall) -> Float[Array, "X C D"]:
     """Compute the pairs of a few tokens on a GPU by a kernel that reads each chosen expert once.
 
     Gradients are those of `tiled`. Experts in MXFP8 go to `grouped`, whose kernel knows few tokens too.
     """
-    if isinstance(weights.gate, MXFP8Array):
-        return grouped(x, weights, expert_ids, layer, activate)
+    if call.is_mxfp8:
+        return grouped(call)
     from pallas_kernels.few_experts import SharedExpert, few_experts
     from pallas_kernels.gradient import with_gradient
 
     def by_kernel(x, weights, shared, expert_ids, layer):
         together = SharedExpert(*shared) if shared else None
-        options = dict(activate=activate, shared=together, backend="triton", interpret=interpreted())
+        options = dict(activate=call.activate, shared=together, backend="triton", interpret=interpreted())
         return few_experts(x, *weights, layer, expert_ids, **options)
 
     def by_xla(x, weights, shared, expert_ids, layer):
-        out = tiled(x, weights, expert_ids, layer, activate)
+        out = tiled(replace(call, x=x, weights=weights, expert_ids=expert_ids, layer=layer))
         if not shared:
             return out
         gate, up, down = (stack[layer] for stack in shared)
-        hidden = activate(project("xd,df->xf", x, gate), project("xd,df->xf", x, up))
+        hidden = call.activate(project("xd,df->xf", x, gate), project("xd,df->xf", x, up))
         return jnp.concatenate([out, project("xf,fd->xd", hidden, down)[:, None]], axis=1)
 
-    stacks = tuple(matrix.stack for matrix in shared)
-    return with_gradient(by_kernel, by_xla, 3)(x, weights, stacks, expert_ids, layer)
+    stacks = tuple(matrix.stack for matrix in call.shared)
+    return with_gradient(by_kernel, by_xla, 3)(call.x, call.weights, stacks, call.expert_ids, call.layer)
 
 
-def grouped(
-    x: Float[Array, "X D"],
-    weights: ExpertWeights,
-    expert_ids: Int[Array, "X A"],
-    layer: Int[Array, ""],
-    activate: Activation,
-    least_tile: int = 1,
-) -> Float[Array, "X A D"]:
+def grouped(call: ExpertCall, least_tile: int = 1) -> Float[Array, "X A D"]:
     """Compute the pairs of many tokens on a GPU by a kernel, with the gradients of `tiled`; training has `copied`.
 
     Experts in MXFP8 go this way with few tokens too: what XLA gathers it would write as 16-bit numbers, and read again.
@@ -340,8 +299,8 @@ def grouped(
     from pallas_kernels.mxfp8_experts import Weights, mxfp8_experts
     from pallas_kernels.mxfp8_grouped import mxfp8_grouped
 
-    num_experts, options = weights.gate.shape[1], dict(activate=activate, interpret=interpreted())
-    num_pairs, num_chosen = expert_ids.size, expert_ids.shape[1]
+    num_experts, options = call.weights.gate.shape[1], dict(activate=call.activate, interpret=interpreted())
+    num_pairs, num_chosen = call.num_pairs, call.num_chosen
     tokens_per_expert = num_pairs // num_experts
 
     def tile_of(sizes: tuple[int, ...], wanted: int) -> int:
@@ -377,86 +336,63 @@ def grouped(
 
     def runs(path: str) -> bool:
         """Return True if a kernel of many tokens runs; in the invariant mode bits may not depend on which one does."""
-        case = replace(experts_case(path, x, weights.gate), expert_pairs=num_pairs / num_experts)
+        case = replace(experts_case(path, call.x, call.weights.gate), expert_pairs=num_pairs / num_experts)
         return least_tile == 1 and choose(case) != "xla"
 
     is_mosaic = runs("mxfp8_mosaic")
     kernel_of_pairs = mxfp8_grouped if is_mosaic or runs("mxfp8_grouped") else grouped_experts
-    kernel = by_mxfp8_kernel if isinstance(weights.gate, MXFP8Array) else by_kernel
-    return _with_gradient_of_tiled(kernel, x, weights, expert_ids, layer, activate)
+    return _with_gradient_of_tiled(by_mxfp8_kernel if call.is_mxfp8 else by_kernel, call)
 
 
-def _with_gradient_of_tiled(
-    kernel: Callable[..., Float[Array, "X A D"]],
-    x: Float[Array, "X D"],
-    weights: ExpertWeights,
-    expert_ids: Int[Array, "X A"],
-    layer: Int[Array, ""],
-    activate: Activation,
-) -> Float[Array, "X A D"]:
+def _with_gradient_of_tiled(kernel: Callable[..., Float[Array, "X A D"]], call: ExpertCall) -> Float[Array, "X A D"]:
     """Return a kernel's outputs with the gradients of `tiled`, which computes the same."""
     from pallas_kernels.gradient import with_gradient
 
     def by_xla(x, gate, up, down, expert_ids, layer):
-        return tiled(x, ExpertWeights(gate, up, down), expert_ids, layer, activate)
+        weights = ExpertWeights(gate, up, down)
+        return tiled(replace(call, x=x, weights=weights, expert_ids=expert_ids, layer=layer))
 
-    return with_gradient(kernel, by_xla, 4)(x, *weights, expert_ids, layer)
+    return with_gradient(kernel, by_xla, 4)(call.x, *call.weights, call.expert_ids, call.layer)
 
 
-def copied(
-    x: Float[Array, "X D"],
-    weights: ExpertWeights,
-    expert_ids: Int[Array, "X A"],
-    layer: Int[Array, ""],
-    activate: Activation,
-) -> Float[Array, "X A D"]:
+def copied(call: ExpertCall) -> Float[Array, "X A D"]:
     """Compute the pairs of a training step by one batched product over tiles, each with a copy of its expert.
 
     For a GPU, which has the memory.
     """
-    tiles = invert(expert_ids[None, None], weights.gate.shape[1], min(measured.COPIED_TILE, expert_ids.size))
+    tiles = invert(call.expert_ids[None, None], call.weights.gate.shape[1], min(measured.COPIED_TILE, call.num_pairs))
 
     def product(rows, weight):
         return project("xck,xkn->xcn", rows, _of_each_tile(weight, tiles.block))
 
-    return _with_gradients_of_tiles(product, tiles, x, weights, expert_ids, layer, activate)
+    return _with_gradients_of_tiles(product, tiles, call)
 
 
-def products(
-    x: Float[Array, "X D"],
-    weights: ExpertWeights,
-    expert_ids: Int[Array, "X A"],
-    layer: Int[Array, ""],
-    activate: Activation,
-) -> Float[Array, "X A D"]:
+def products(call: ExpertCall) -> Float[Array, "X A D"]:
     """Compute the pairs of a training step on a GPU by kernels that read a tile's expert where it lies.
 
     Its gradients are products by kernels too: no expert is copied for a tile, as `copied` does.
     """
-    num_experts = weights.gate.shape[1]
-    tiles = invert(expert_ids[None, None], num_experts, measured.PRODUCT_TILE)
+    num_experts = call.weights.gate.shape[1]
+    tiles = invert(call.expert_ids[None, None], num_experts, measured.PRODUCT_TILE)
     is_of_expert = tiles.block == jnp.arange(num_experts)[:, None]  # [E Y]
     count = jnp.sum(is_of_expert & jnp.any(tiles.valid, axis=1), axis=1, dtype=jnp.int32)
     groups = _Groups(tiles.block, jnp.sum(count, dtype=jnp.int32), jnp.cumsum(count, dtype=jnp.int32) - count, count)
     product = partial(_product_of_groups, groups=groups)
-    return _with_gradients_of_tiles(product, tiles, x, weights, expert_ids, layer, activate)
+    return _with_gradients_of_tiles(product, tiles, call)
 
 
 def _with_gradients_of_tiles(
     product: Callable[[Float[Array, "Y C K"], Float[Array, "E K N"]], Float[Array, "Y C N"]],
     tiles: Tiles,
-    x: Float[Array, "X D"],
-    weights: ExpertWeights,
-    expert_ids: Int[Array, "X A"],
-    layer: Int[Array, ""],
-    activate: Activation,
+    call: ExpertCall,
 ) -> Float[Array, "X A D"]:
     """Compute the pairs of a training step in tiles, and keep for the backward pass what the products gave.
 
     Args:
       product: of the rows of tiles, each with its expert's matrix among those of a layer.
       tiles: the pairs of each expert.
-      x, weights, expert_ids, layer, activate: as of `run_experts`.
+      call: the call.
     """
 
     # What a product makes of the weights, copies or a layer that is cut out of its stack, is made again: kept, it would
@@ -465,11 +401,11 @@ def _with_gradients_of_tiles(
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("product of experts"))
     def run_tiles(x, weights, layer):
         kept = lambda rows, weight: checkpoint_name(product(rows, weight[layer]), "product of experts")
-        tokens = _tokens_of_places(x, tiles, expert_ids)  # [Y C D]
-        hidden = activate(kept(tokens, weights.gate), kept(tokens, weights.up)).astype(x.dtype)  # [Y C F]
+        tokens = _tokens_of_places(x, tiles, call.expert_ids)  # [Y C D]
+        hidden = call.activate(kept(tokens, weights.gate), kept(tokens, weights.up)).astype(x.dtype)  # [Y C F]
         return kept(hidden, weights.down)
 
-    return _outputs_of_pairs(run_tiles(x, weights, layer), tiles)
+    return _outputs_of_pairs(run_tiles(call.x, call.weights, call.layer), tiles)
 
 
 class _Groups(NamedTuple):
@@ -571,21 +507,59 @@ EXPERT_PATHS = {
     "products": products,
     "in_fixed_tiles": in_fixed_tiles,
 }
+# Tensor cores add what they multiply to what they are given, channel by channel, in a tile of any height: so a kernel
+# can take the place of fixed tiles.
+_PATHS = EXPERT_PATHS | {"grouped in order": partial(grouped, least_tile=measured.ORDERED_TILE)}
+# By platform, the fastest first; the last one runs whatever the others do not.
+_PREFERRED = {
+    "gpu": ("few", "grouped", "gathered", "tiled"),
+    "tpu": ("grouped", "ragged", "gathered", "one_by_one"),
+    "cpu": ("grouped", "one_by_one", "tiled"),
+}
 
 
-def way_on_gpu(x: Float[Array, "X D"], weights: ExpertWeights, num_chosen: int, backend: str) -> str:
-    """Return the fastest of `EXPERT_PATHS` on a GPU.
+def choose_path(call: ExpertCall, path: str = "auto", backend: str = "auto") -> tuple[str, dict[str, str]]:
+    """Return the path that runs a call, by its shapes and dtypes alone, and why others do not.
 
     Args:
-      x: tokens.
-      weights: of all layers of a stack.
-      num_chosen: A, experts of a token.
-      backend: where kernels are not wanted, "xla".
+      call: the call.
+      path: as of `run_experts`.
+      backend: likewise.
+
+    Raises:
+      ValueError: a path that is asked for by name and cannot run this, with the reason.
     """
-    kernels = [path for path in ("few", "grouped") if choose(experts_case(path, x, weights.gate), backend) != "xla"]
-    if kernels and not isinstance(weights.gate, MXFP8Array):
-        return kernels[0]
-    return "gathered" if len(x) * num_chosen <= measured.FEW_PAIRS else "tiled"
+
+    def why_no_kernel(path: str) -> str | None:
+        kernels, case = kernels_here(backend), experts_case(path, call.x, call.weights.gate)
+        return "kernels are not wanted, or do not run here" if kernels is None else case.why_not(kernels)
+
+    check_backend_name(backend)
+    if call.shared:
+        return "few", {}
+    if path == "in_fixed_tiles" and kernels_here(backend) == "triton" and not why_no_kernel("grouped"):
+        is_few = not call.is_mxfp8 and len(call.x) <= measured.few_tokens(*call.weights.gate.shape[2:])
+        return "few" if is_few else "grouped in order", {}
+    if path == "trained":
+        reason = why_no_kernel("products")
+        return ("copied", {"products": reason}) if reason else ("products", {})
+    if path != "auto":
+        if reason := why_not_path(path, call.x, call.weights.gate):
+            raise ValueError(f"path = {path!r} cannot run these experts: {reason}; choose 'auto' or another path")
+        return path, {}
+    where, is_divided = platform(), call.num_shares is not None
+    most = measured.FEW_PAIRS * (1 if where == "gpu" else min(call.num_shares or 1, measured.MOST_SHARES))
+    is_few, pairs = call.num_pairs <= most, f"{call.num_pairs} pairs"
+    reasons = {
+        "few": "experts in MXFP8 have one kernel for all" if call.is_mxfp8 else why_no_kernel("few"),
+        "grouped": "it is for MXFP8 alone" if where == "cpu" and not call.is_mxfp8 else why_no_kernel("grouped"),
+        "ragged": f"{pairs} (it has more than {most})" if is_few else None,
+        "gathered": None if is_few and not (is_divided and where == "tpu") else f"{pairs} (it has {most}, undivided)",
+        "one_by_one": None if is_few else f"{pairs} (it has up to {most})",
+        "tiled": None,
+    }
+    chosen = next(name for name in _PREFERRED[where] if reasons[name] is None)
+    return chosen, {name: reason for name, reason in reasons.items() if reason}
 
 
 def joins_shared(

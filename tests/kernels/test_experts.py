@@ -19,7 +19,7 @@ from m3jax.model.layers import swiglu_oai
 from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import interpret, run_experts, sums_in_tiles
-from m3jax.ops.experts import ExpertWeights, way_on_gpu
+from m3jax.ops.experts import ExpertWeights
 from pallas_kernels.expert_tiles import expert_tiles
 from pallas_kernels.expert_tiles.mosaic_tpu import Config as TilesConfig
 from pallas_kernels.few_experts import few_experts
@@ -263,21 +263,6 @@ def test_wrong_operands_in_mxfp8_are_refused(unchecked):
     refuse("tiles of 8 tokens", run_mxfp8, *mxfp8_operands(32, 8))
     refuse("multiples of 32 and 128", run_mxfp8, *mxfp8_operands(1, 16, hidden=96))
     refuse("multiples of 128", run_mxfp8, *mxfp8_operands(100, 32, hidden=192))
-
-
-def test_which_way_runs_on_a_gpu(monkeypatch, unchecked):
-    """A few tokens go to the kernel that sorts nothing, however narrow; what no kernel takes, XLA's ways run."""
-    monkeypatch.setattr("m3jax.ops.backends.platform", lambda: "gpu")
-
-    def way(tokens, width, hidden, dtype=jnp.bfloat16, backend="auto"):
-        up, down = array(dtype, 2, 8, width, hidden), array(dtype, 2, 8, hidden, width)
-        return way_on_gpu(array(dtype, tokens, width), ExpertWeights(up, up, down), 4, backend)
-
-    assert [way(tokens, 6144, 3072) for tokens in (1, 4, 16, 65, 2048)] == ["few"] * 3 + ["grouped"] * 2
-    assert [way(tokens, 192, 192) for tokens in (1, 4, 2048)] == ["few", "few", "tiled"]
-    assert [way(tokens, 192, 192, dtype=jnp.float32) for tokens in (1, 5)] == ["gathered", "tiled"]
-    assert [way(tokens, 6144, 3072, backend="xla") for tokens in (1, 5)] == ["gathered", "tiled"]
-    assert [way(tokens, 96, 128) for tokens in (1, 5)] == ["gathered", "tiled"]
 
 
 def weights_in(dtype, width: int = 6144, hidden: int = 3072):

@@ -11,7 +11,7 @@ from support import comparisons
 from support.lowering import array, lower, refuse
 
 from m3jax.ops import interpret, measured, run_experts
-from m3jax.ops.experts import EXPERT_PATHS, ExpertWeights
+from m3jax.ops.experts import EXPERT_PATHS, ExpertCall, ExpertWeights
 from pallas_kernels.grouped_outer import grouped_outer
 from pallas_kernels.grouped_outer import triton as outer
 from pallas_kernels.grouped_product import grouped_product
@@ -73,7 +73,7 @@ def loss_by(path, ids, factors, dtype):
     activate = lambda gate, up: (jax.nn.silu(gate) * up).astype(dtype)
 
     def loss(x, weights):
-        out = EXPERT_PATHS[path](x, weights, ids, jnp.int32(1), activate)
+        out = EXPERT_PATHS[path](ExpertCall(x, weights, ids, jnp.int32(1), activate))
         return jnp.sum(factors * jnp.where(ids[..., None] < 0, 0, out))
 
     return loss

@@ -23,7 +23,7 @@ from m3jax.model import M3, abstract, dequantize, quantize
 from m3jax.model.layers import swiglu_oai
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import EXPERT_PATHS, project, run_experts
-from m3jax.ops.experts import ExpertWeights
+from m3jax.ops.experts import ExpertCall, ExpertWeights
 from m3jax.parallel import parse_mesh
 from m3jax.train.losses import MSALoss
 from m3jax.train.step import init_state
@@ -244,7 +244,7 @@ def test_experts_are_dequantised_one_by_one_and_never_all(path):
     x, ids = jax.ShapeDtypeStruct((2, width), jnp.float32), jax.ShapeDtypeStruct((2, 2), jnp.int32)
 
     def run(x, weights, ids):
-        return EXPERT_PATHS[path](x, ExpertWeights(*weights), ids, jnp.int32(1), lambda gate, up: gate * up)
+        return EXPERT_PATHS[path](ExpertCall(x, ExpertWeights(*weights), ids, jnp.int32(1), lambda gate, up: gate * up))
 
     traced = jax.make_jaxpr(run)(x, stacks, ids)
     made = [out.aval for equation in equations(traced.jaxpr) for out in equation.outvars]

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.lowering import equations
+from support.lowering import array, equations
 
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import EXPERT_PATHS, experts, interpret, measured, run_experts
-from m3jax.ops.experts import ExpertWeights, why_not_path
+from m3jax.ops.experts import ExpertCall, ExpertWeights, choose_path, why_not_path
 from m3jax.vectors.groups import experts as group
 from m3jax.weights import StackedLayer
 
@@ -103,60 +103,63 @@ PAIRS = [  # platform, (token, expert) pairs of a call, devices that divide the 
     ("tpu", 16, 1, "one_by_one"), ("tpu", 64, 4, "one_by_one"), ("tpu", 66, 8, "ragged"), ("gpu", 16, None, "gathered"),
     ("gpu", 18, None, "tiled"), ("gpu", 18, 8, "tiled"),
 ]  # fmt: skip
-IN_BF16 = [  # in interpret mode, where a GPU's kernels run: tokens, options, the path and its own options
-    (64, {}, "tiled", {}), (64, dict(path="in_fixed_tiles"), "few", {}), (8, dict(path="copied"), "copied", {}),
-    (65, dict(path="in_fixed_tiles"), "grouped", dict(least_tile=64)), (4, dict(path="ragged"), "ragged", {}),
-    (65, dict(path="in_fixed_tiles", backend="xla"), "in_fixed_tiles", {}),
+IN_BF16 = [  # in interpret mode, where a GPU's kernels run: tokens, options, the path
+    (64, {}, "tiled"), (64, dict(path="in_fixed_tiles"), "few"), (8, dict(path="copied"), "copied"),
+    (65, dict(path="in_fixed_tiles"), "grouped in order"), (4, dict(path="ragged"), "ragged"),
+    (65, dict(path="in_fixed_tiles", backend="xla"), "in_fixed_tiles"),
 ]  # fmt: skip
 
 
-@pytest.fixture
-def taken(monkeypatch):
-    """The paths that ran, with their options, each in place of what it computes."""
-    names = []
-
-    def path(name):
-        def run(x, weights, expert_ids, layer, activate, *shared, **options):
-            names.append((name, options))
-            return jnp.zeros((*expert_ids.shape, x.shape[1]))
-
-        return run
-
-    for name in EXPERT_PATHS:
-        monkeypatch.setattr(experts, name, path(name))
-    monkeypatch.setattr(experts, "EXPERT_PATHS", {name: path(name) for name in EXPERT_PATHS})
-    return names
+def call_of(weights: ExpertWeights, tokens: int, num_chosen: int, **facts) -> ExpertCall:
+    x = jnp.zeros((tokens, weights.gate.shape[2]), jnp.bfloat16)
+    return ExpertCall(x, weights, jnp.zeros((tokens, num_chosen), jnp.int32), jnp.int32(0), jnp.multiply, **facts)
 
 
-def test_few_pairs_and_many_take_the_path_of_their_platform(taken, monkeypatch):
+def test_few_pairs_and_many_take_the_path_of_their_platform(monkeypatch):
     """Up to 16 pairs, or as many a device, of four devices at most."""
     weights = ExpertWeights(*(jnp.zeros((1, 8, *shape)) for shape in ((4, 2), (4, 2), (2, 4))))
     for platform, pairs, shares, expected in PAIRS:
         monkeypatch.setattr(experts, "platform", lambda platform=platform: platform)
-        ids = jnp.zeros((pairs // 2, 2), jnp.int32)
-        run_experts(jnp.zeros((len(ids), 4)), weights, ids, jnp.int32(0), jnp.multiply, num_shares=shares)
-        options = dict(num_shares=shares or 1) if expected == "one_by_one" else {}
-        assert taken.pop() == (expected, options) and not taken, (platform, pairs, shares)
+        path, reasons = choose_path(call_of(weights, pairs // 2, 2, num_shares=shares))
+        assert path == expected and path not in reasons, (platform, pairs, shares)
 
 
-def test_one_order_of_sums_and_mxfp8_take_kernels_where_there_are_some(taken):
+def test_one_order_of_sums_and_mxfp8_take_kernels_where_there_are_some():
     weights = ExpertWeights(*[jnp.zeros((1, 8, 128, 128), jnp.bfloat16)] * 3)
     codes, scales = jnp.zeros((2, 8, 128, 128), jnp.uint8), jnp.zeros((2, 8, 4, 128), jnp.uint8)
     kept = ExpertWeights(*[MXFP8Array(codes, scales)] * 3)
-
-    def run(weights, tokens, **options):
-        x, ids = jnp.zeros((tokens, 128), jnp.bfloat16), jnp.zeros((tokens, 4), jnp.int32)
-        run_experts(x, weights, ids, jnp.int32(0), jnp.multiply, **options)
-        assert len(taken) == 1
-        return taken.pop()
-
+    path_of = lambda weights, tokens, **options: choose_path(call_of(weights, tokens, 4), **options)[0]
     with interpret():
-        for tokens, options, *expected in IN_BF16:
-            assert run(weights, tokens, **options) == tuple(expected), options
-        assert run(kept, 4) == ("grouped", {})
-        assert run(kept, 4, path="in_fixed_tiles") == ("grouped", dict(least_tile=64))
-        assert run(weights, 4, shared=[StackedLayer(weights.gate[:, 0], jnp.int32(0))] * 3) == ("few", {})
-    assert run(kept, 4) == ("one_by_one", dict(num_shares=1))
+        for tokens, options, expected in IN_BF16:
+            assert path_of(weights, tokens, **options) == expected, options
+        assert path_of(kept, 4) == "grouped" and path_of(kept, 4, path="in_fixed_tiles") == "grouped in order"
+        shared = [StackedLayer(weights.gate[:, 0], jnp.int32(0))] * 3
+        assert choose_path(call_of(weights, 4, 4, shared=shared))[0] == "few"
+    assert path_of(kept, 4) == "one_by_one"
+
+
+def test_which_path_runs_on_a_gpu_and_why_not_another(monkeypatch, unchecked):
+    """A few tokens go to the kernel that sorts nothing, however narrow; what no kernel takes, XLA's paths run."""
+    monkeypatch.setattr("m3jax.ops.backends.platform", lambda: "gpu")
+    monkeypatch.setattr(experts, "platform", lambda: "gpu")
+
+    def paths(all_tokens, width, hidden, dtype=jnp.bfloat16, backend="auto"):
+        up, down = array(dtype, 2, 8, width, hidden), array(dtype, 2, 8, hidden, width)
+        weights = ExpertWeights(up, up, down)
+        of = lambda tokens: ExpertCall(
+            array(dtype, tokens, width), weights, array(jnp.int32, tokens, 4), 0, jnp.multiply
+        )
+        return [choose_path(of(tokens), backend=backend)[0] for tokens in all_tokens]
+
+    assert paths((1, 4, 16, 65, 2048), 6144, 3072) == ["few"] * 3 + ["grouped"] * 2
+    assert paths((1, 4, 2048), 192, 192) == ["few", "few", "tiled"]
+    assert paths((1, 5), 192, 192, jnp.float32) == ["gathered", "tiled"]
+    assert paths((1, 5), 6144, 3072, backend="xla") == ["gathered", "tiled"]
+    assert paths((1, 5), 96, 128) == ["gathered", "tiled"]
+    weights = ExpertWeights(*[jnp.zeros((1, 8, 96, 96), jnp.bfloat16)] * 3)
+    _, reasons = choose_path(call_of(weights, 5, 4))
+    assert reasons["few"] == "experts of 96 by 96 channels (it has multiples of 64)"
+    assert reasons["gathered"] == "20 pairs (it has 16, undivided)"
 
 
 # What stands around a kernel
@@ -172,7 +175,8 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
 def test_ragged_products_have_all_bits_and_one_order(dtype, precision):
     """A TPU would round numbers of 32 bits, and refuses to be told of others; pairs of an expert keep their order."""
     weights = ExpertWeights(*(jnp.zeros((2, 3, *shape), dtype) for shape in ((8, 4), (8, 4), (4, 8))))
-    call = lambda x, ids: experts.ragged(x, weights, ids, jnp.int32(1), lambda gate, up: (gate * up).astype(dtype))
+    act = lambda gate, up: (gate * up).astype(dtype)
+    call = lambda x, ids: run_experts(x, weights, ids, jnp.int32(1), act, path="ragged")
     traced = jax.make_jaxpr(call)(jnp.zeros((5, 8), dtype), jnp.zeros((5, 2), jnp.int32)).jaxpr
     steps = [(step.primitive.name, step.params) for step in equations(traced)]
     products = [params for name, params in steps if name.startswith("ragged_dot")]
@@ -195,8 +199,8 @@ def test_gradients_of_kernels_are_those_of_the_same_outputs(monkeypatch):
         [of_one(one, *(w[1, e] for w in weights)) for e in of_token] for one, of_token in zip(x, ids, strict=True)
     ]
     operands = jnp.asarray(x), ExpertWeights(*map(jnp.asarray, weights)), jnp.asarray(ids), jnp.int32(1), act
-    for path in (experts.few, experts.grouped, experts.in_fixed_tiles):
-        np.testing.assert_allclose(path(*operands), expected, rtol=1e-4, atol=1e-4)
+    for path in ("few", "grouped", "in_fixed_tiles"):
+        np.testing.assert_allclose(EXPERT_PATHS[path](ExpertCall(*operands)), expected, rtol=1e-4, atol=1e-4)
     stacks = [StackedLayer(jnp.asarray(stack), jnp.int32(1)) for stack in shared]
     found = run_experts(*operands, shared=stacks)
     np.testing.assert_allclose(found[:, :2], expected, rtol=1e-4, atol=1e-4)
