@@ -1,17 +1,16 @@
-"""Streaming detokenisation: text is never taken back, and at most one character's bytes are held back."""
+"""Streaming detokenization: text is never taken back, and at most one character's bytes are held back.
+
+`tokenizers.decoders.DecodeStream` (0.23.3) holds back every text that ends in U+FFFD, in quadratic time and for good.
+"""
 
 import codecs
 import json
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from operator import index
 from typing import SupportsIndex
 
 import tokenizers
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how decoders with ByteFallback write a byte
-_MOST_LEADING = 8  # tokens without text at the start of a sequence that are kept as context
 
 
 class Spelling:
@@ -28,7 +27,6 @@ class Spelling:
     def __init__(self, backend: tokenizers.Tokenizer):
         self.backend = backend
         self._bytes_of: dict[int, bytes] = {}
-        self._known_ids: set[int] = set()  # ids that were found in the vocabulary
 
     @cached_property
     def decoders(self) -> tuple[str, ...]:
@@ -53,21 +51,21 @@ class Spelling:
         ids = [self.backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         return () if None in ids else tuple(ids)
 
+    @cached_property
+    def _byte_of_id(self) -> dict[int, int]:
+        return {token_id: byte for byte, token_id in enumerate(self.byte_ids)}
+
     def check_id(self, token: int) -> None:
         """Raise ValueError for an id that the vocabulary does not have."""
-        if token in self._known_ids:
-            return
         if token < 0 or self.backend.id_to_token(token) is None:
             raise ValueError(
                 f"token id {token} is not in the vocabulary of {self.backend.get_vocab_size(with_added_tokens=True)} "
                 "ids; decode with the tokenizer that made the ids"
             )
-        self._known_ids.add(token)
 
     def byte_of(self, token: int) -> int | None:
         """Return the byte that a token is under ByteFallback; None for a token that is text."""
-        match = _BYTE_TOKEN.fullmatch(self.backend.id_to_token(token)) if self.byte_ids else None
-        return None if match is None else int(match[1], 16)
+        return self._byte_of_id.get(token)
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token under ByteLevel; its own UTF-8 if one of its characters stands for no byte."""
@@ -135,14 +133,13 @@ class TextOfBytes:
 class TextOfTokens:
     """The streamed text of a decoder that gives each token a text of its own.
 
-    What a token adds is the difference that it makes behind a context: the sequence's beginning, up to the first text
-    (decoders treat a first token otherwise), and the token before it (CTC joins equal neighbours).
+    What a token adds is the difference that it makes behind the token before it: decoders treat a first token
+    otherwise, and CTC joins equal neighbours.
     """
 
     def __init__(self, spelling: Spelling):
         self._spelling = spelling
         self._runs = Utf8Runs(spelling)
-        self._leading: list[int] = []
         self._previous: list[int] = []
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -152,22 +149,15 @@ class TextOfTokens:
     def flush(self) -> str:
         """End the sequence, and return U+FFFD if a character is unfinished; the next token begins a new sequence."""
         text = self._added(self._runs.flush())
-        self._leading, self._previous = [], []
+        self._previous = []
         return text
 
     def _added(self, ids: list[int]) -> str:
         """Return the text that these ids add to the text so far."""
         if not ids:
             return ""
-        context = self._leading + self._previous
-        shown, text = self._spelling.text(context), self._spelling.text(context + ids)
-        # Until something was shown, every token may still count as the first. The limit keeps a run of tokens without
-        # text from being decoded again with each of them.
-        is_leading = not self._previous and not shown and len(self._leading) < _MOST_LEADING
-        if is_leading:
-            self._leading = context + ids
-        else:
-            self._previous = ids
+        shown, text = self._spelling.text(self._previous), self._spelling.text(self._previous + ids)
+        self._previous = ids
         return text[len(shown) :]
 
 
@@ -177,12 +167,6 @@ class TextStream:
     The texts that `push` returns, followed by that of `flush`, are together what `Tokenizer.decode` makes of the
     sequence. Nothing is taken back, at most the bytes of one unfinished character are held back, and a token costs the
     same whatever came before it. A U+FFFD that is text, or a byte that can belong to no character, is shown at once.
-
-    `tokenizers.decoders.DecodeStream` (0.23.3) does less. It takes every text that ends in U+FFFD for an unfinished
-    character: bytes of no character, or a U+FFFD that is text, hold back all that follows until other text ends what it
-    decodes. It decodes again whatever it holds back, in quadratic time, and has no end at which to give that out: of
-    the bytes of "a\\ufffd", a token each, it gives out "a" alone, where `Tokenizer.decode` has both characters, and of
-    2,000 tokens that are the byte FF nothing, after seconds.
 
     Args:
         spelling: the tokenizer's way from tokens to text (`Tokenizer.stream` passes its own).

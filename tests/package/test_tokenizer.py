@@ -53,7 +53,7 @@ def test_the_tokens_of_a_chat_are_bytes_that_no_text_has():
         assert TOKENIZER.encode(f"a{text}é") == [*TOKENIZER.encode("a"), token_id, *TOKENIZER.encode("é")], text
         assert TOKENIZER.decode([token_id], skip_special_tokens=False) == text
     in_characters = {byte for code in range(0x110000) if not 0xD800 <= code < 0xE000 for byte in chr(code).encode()}
-    spelled = {TOKENIZER._spelling.bytes_of(token) for token in range(TOKENIZER.vocab_size)}
+    spelled = {TOKENIZER.token_bytes(token) for token in range(TOKENIZER.vocab_size)}
     assert {byte for byte in range(256) if bytes([byte]) not in spelled}.isdisjoint(in_characters)
 
 
