@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from support.embedded import TOKENIZER
 from support.media import blank_image, blank_video
 
 from m3jax.media import PlaceholderIds, expand_tokens
+from m3jax.serve.gateway import gateway as gateway_module
 from m3jax.serve.gateway.answers import (
     MOST_JOINED,
     Answer,
@@ -22,7 +24,6 @@ from m3jax.serve.gateway.answers import (
     PlainText,
     TokenLogprob,
     Usage,
-    _joined,
     news_of,
     now,
     token_text,
@@ -30,7 +31,7 @@ from m3jax.serve.gateway.answers import (
 from m3jax.serve.gateway.completions import listed_logprobs
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.journal import Journal
-from m3jax.serve.gateway.prompts import Medium, Renderer
+from m3jax.serve.gateway.prompts import EncodedPrompt, Medium, Renderer
 from m3jax.text import Event, OutputParser, StoppableText
 
 IDS = PlaceholderIds.of_tokenizer(TOKENIZER)
@@ -72,6 +73,12 @@ def test_tokens_of_reasoning_are_counted():
     assert at_once.reasoning_tokens == 5
 
 
+def pushed(events) -> list[Event]:
+    """The news of an answer of which so many events come at once."""
+    piece = answer(Events(events)).push([100], [])
+    return [] if piece is None else list(piece.events)
+
+
 def test_texts_of_one_kind_are_joined_up_to_a_length():
     """Nothing is lost or moved, no joined text is longer than it may be, and no two neighbours could be one."""
     rng = np.random.default_rng(0)
@@ -80,7 +87,7 @@ def test_texts_of_one_kind_are_joined_up_to_a_length():
         chosen = rng.choice(len(kinds), size=rng.integers(0, 30), p=(0.45, 0.3, 0.05, 0.1, 0.1))
         most = (3, 120, 260)[seed % 3]
         events = [Event(kinds[i], "x" * int(rng.integers(1, most)) if i < 2 else "y", index=0) for i in chosen]
-        joined = _joined(events)
+        joined = pushed(events)
         is_text = lambda event: event.kind in ("content", "reasoning")
         runs = lambda found: [
             (kind, "".join(event.text for event in run))
@@ -99,10 +106,10 @@ def test_texts_of_one_kind_are_joined_up_to_a_length():
                 first = begins[begins.index(place) + 1] - place  # of the texts that the next was made of
                 assert len(event.text) + first > MOST_JOINED
     edge = [Event("content", "a" * 150), Event("content", "b" * 50), Event("content", "c")]
-    assert [len(event.text) for event in _joined(edge)] == [200, 1] and MOST_JOINED == 200
+    assert [len(event.text) for event in pushed(edge)] == [200, 1] and MOST_JOINED == 200
     between = [Event("arguments", "{", index=0), *edge[:2]]
-    assert [event.text for event in _joined(between)] == ["{", "a" * 150 + "b" * 50]
-    assert [len(e.text) for e in _joined([*edge[:1], Event("reasoning", "r"), *edge[1:]])] == [150, 1, 51]
+    assert [event.text for event in pushed(between)] == ["{", "a" * 150 + "b" * 50]
+    assert [len(e.text) for e in pushed([*edge[:1], Event("reasoning", "r"), *edge[1:]])] == [150, 1, 51]
 
 
 def test_calls_beyond_what_a_rule_allows_are_left_out():
@@ -187,7 +194,6 @@ def test_a_request_is_read_to_the_end_of_all_its_answers():
     request.sampling_params.n = 2
     reader = AnswerReader(Ask(request=request, tokenizer=TOKENIZER, stop_ids=frozenset(), is_chat=False))
     a, b = (TOKENIZER.encode(letter)[0] for letter in "ab")
-    assert not reader._ask.skip_special and not reader._ask.wants_logprobs
     prompt = pb.InputLogProbs(token_ids=[1, 2])
     chunk = pb.GenerateStreamChunk(token_ids=[a], index=1, input_logprobs=prompt, cached_tokens=6)
     first, piece = reader.read(pb.GenerateResponse(chunk=chunk))
@@ -285,22 +291,67 @@ def test_a_request_is_logged_once_all_of_it_has_come(tmp_path, reasons):
     assert len(path.read_text().splitlines()) == len(lines) + 1  # lines are added
 
 
+@pytest.mark.usefixtures("unchecked")  # the request and the workers are none
+def test_progress_comes_before_the_first_news_and_where_it_has_changed(monkeypatch):
+    """Its milliseconds are those since the request began."""
+    monkeypatch.setattr(gateway_module, "_PROGRESS_SECONDS", 0.001)
+    clock = iter([10.0, 10.25, 12.0])
+    monkeypatch.setattr(gateway_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    own, looks, first = (
+        gateway_module.Gateway(settings=gateway_module.Settings()),
+        iter([None, (9, 2, 4), (9, 2, 4), None, (9, 2, 8)]),
+        asyncio.Event(),
+    )
+
+    async def progress(name):
+        found = next(looks, "none")
+        if found == "none":
+            first.set()
+            return None
+        return found
+
+    async def run(ask, route):
+        await first.wait()
+        yield "one"
+        yield "two"
+
+    own.run, own.workers = run, SimpleNamespace(progress=progress)
+
+    async def read():
+        ask = SimpleNamespace(request=SimpleNamespace(request_id="a"))
+        return [news async for news in own.run_with_progress(ask, "/x")]
+
+    expected = [gateway_module.Progress(9, 2, 4, 250), gateway_module.Progress(9, 2, 8, 2000), "one", "two"]
+    assert asyncio.run(asyncio.wait_for(read(), 10)) == expected
+
+
 # Prompts with media
 
 
-def renderer() -> Renderer:
-    """One that only expands: without a template, and without what reads media."""
-    made = object.__new__(Renderer)
-    made.tokenizer, made._ids = TOKENIZER, IDS
-    return made
+def expanded(ids, media) -> EncodedPrompt:
+    """The prompt of a conversation that shows these media, where the template makes it these ids."""
+    template = SimpleNamespace(render=lambda *_: "", encode_rendered=lambda *_: list(ids))
+    processed = {each.digest: each.processed for each in media}
+
+    async def process(kind, data, options):
+        return processed[data], data
+
+    async def read(kind, source):
+        return source
+
+    parts = [{"type": each.kind, each.kind: each.digest} for each in media]
+    pool, sources = SimpleNamespace(process=process), SimpleNamespace(read=read)
+    renderer = Renderer(TOKENIZER, template, pool, sources, can_see=True, context=4096)
+    return asyncio.run(renderer.render([{"role": "user", "content": parts or "no medium"}], None, None))
 
 
+@pytest.mark.usefixtures("unchecked")  # the template and what reads media are none
 def test_media_stand_where_their_placeholders_did():
     """Of both kinds, in the order of the prompt: ids as of one expansion, and each span begins and ends with marks."""
     one, other, moving = blank_image(2, 4), blank_image(4, 4), blank_video(((2, 2, 2),), (0.5, 1.5))
     media = [Medium("image", one, "1"), Medium("video", moving, "2"), Medium("image", other, "3")]
     ids = [7, IDS.image, 8, 8, IDS.video, 9, IDS.image]
-    found = renderer()._expanded(ids, media)
+    found = expanded(ids, media)
     assert found.ids == expand_tokens(ids, [one, other], [moving], encode=TOKENIZER.encode, ids=IDS)
     images, videos = found.media
     assert list(images.mm_hashes) == ["1", "3"] and list(videos.mm_hashes) == ["2"]
@@ -316,11 +367,12 @@ def test_media_stand_where_their_placeholders_did():
 
 
 @pytest.mark.parametrize(
-    ("kinds", "places"), [("", "i"), ("i", "ii"), ("i", ""), ("ii", "i"), ("v", "i"), ("v", "vv"), ("iv", "v")]
+    ("kinds", "places"), [("i", "ii"), ("i", ""), ("ii", "i"), ("v", "i"), ("v", "vv"), ("iv", "v")]
 )
+@pytest.mark.usefixtures("unchecked")
 def test_a_placeholder_that_no_medium_fills_is_refused(kinds, places):
     """Also a medium without one: each has its own, whatever a text writes."""
     of = {"i": Medium("image", blank_image(2, 2), "1"), "v": Medium("video", blank_video(((1, 2, 2),), None), "2")}
     ids = [7, *({"i": IDS.image, "v": IDS.video}[place] for place in places)]
-    with pytest.raises(ValueError, match=re.compile(r"placeholders? for \d (image|video)s")):
-        renderer()._expanded(ids, [of[kind] for kind in kinds])
+    with pytest.raises(ApiError, match=re.compile(r"placeholders? for \d (image|video)s")):
+        expanded(ids, [of[kind] for kind in kinds])

@@ -8,13 +8,14 @@ from concurrent.futures.process import BrokenProcessPool
 import grpc
 import numpy as np
 import pytest
+from smg_grpc_proto import vllm_engine_pb2_grpc as services
 
 from m3jax.decoding.loop import LoopClosed, LoopFull
 from m3jax.serve.gateway import pixels
 from m3jax.serve.gateway import workers as workers_module
 from m3jax.serve.gateway.blocks import described_blocks
 from m3jax.serve.gateway.errors import ApiError, refused
-from m3jax.serve.gateway.workers import RemoteWorker, Workers, _grpc_errors, _refusal, _worker_errors
+from m3jax.serve.gateway.workers import LocalWorker, RemoteWorker, Workers
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # workers and tokenizers here are none
 
@@ -40,43 +41,72 @@ def test_an_error_in_the_words_of_each_protocol(status):
     assert (refused("n", "x").status, refused("n", "x", "c").code, refused(None, "x").message) == (400, "c", "x")
 
 
-def raised(around, error):
-    with pytest.raises(BaseException) as caught, around:
-        raise error
+async def status_of(work):
+    """The status, code, pause and message of the API's error that a call ends with; else what it raises."""
+    with pytest.raises(BaseException) as caught:
+        await work
     found = caught.value
     if isinstance(found, ApiError):
         return found.status, found.code, found.retry_after, str(found)
     return type(found)
 
 
-def status_of(code, details="too much"):
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+def raised(error):
+    """What `LocalWorker` makes of an error of its worker."""
+
+    async def fail(request):
+        raise error
+
+    return asyncio.run(status_of(LocalWorker(Namespace(HealthCheck=fail)).call("HealthCheck", None)))
 
 
-def test_what_a_worker_raises_is_told():
+def raised_apart(monkeypatch, code, details="too much"):
+    """What `RemoteWorker` makes of a status of gRPC, in a call and in a stream of answers alike."""
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+    class Call:
+        async def __aiter__(self):
+            raise error
+            yield
+
+        def cancel(self):
+            pass
+
+    async def fail(request, timeout):
+        raise error
+
+    async def run():
+        remote = apart(monkeypatch, Namespace(HealthCheck=fail, Generate=lambda request: Call()))
+        found = await status_of(remote.call("HealthCheck", None))
+        assert await status_of(anext(remote.generate(None, None))) == found
+        await remote.close()
+        return found
+
+    return asyncio.run(run())
+
+
+def apart(monkeypatch, stub) -> RemoteWorker:
+    """A worker whose calls over gRPC are those of `stub`."""
+    monkeypatch.setattr(services, "VllmEngineStub", lambda channel: stub)
+    return RemoteWorker("127.0.0.1:9")
+
+
+def test_what_a_worker_raises_is_told(monkeypatch):
     """In this process and over gRPC; what is neither goes on as it is."""
-    assert raised(_worker_errors(), LoopFull("9 wait")) == (429, "queue_full", 1, "9 wait")
-    closed = raised(_worker_errors(), LoopClosed("it stopped"))
-    assert closed == (503, "engine_down", 5, "the engine takes no requests: it stopped")
-    assert raised(_worker_errors(), ValueError("max_tokens = 0: no")) == (400, None, None, "max_tokens = 0: no")
-    assert raised(_worker_errors(), KeyError("x")) is KeyError
+    assert raised(LoopFull("9 wait")) == (429, "queue_full", 1, "9 wait")
+    assert raised(LoopClosed("it stopped")) == (503, "engine_down", 5, "the engine takes no requests: it stopped")
+    assert raised(ValueError("max_tokens = 0: no")) == (400, None, None, "max_tokens = 0: no")
+    assert raised(KeyError("x")) is KeyError
     codes = grpc.StatusCode
-    assert raised(_grpc_errors("w"), status_of(codes.INVALID_ARGUMENT, "top_k = -2: no")) == (
-        400,
-        None,
-        None,
-        "top_k = -2: no",
-    )
-    full = raised(_grpc_errors("w"), status_of(codes.RESOURCE_EXHAUSTED))
+    refused = raised_apart(monkeypatch, codes.INVALID_ARGUMENT, "top_k = -2: no")
+    assert refused == (400, None, None, "top_k = -2: no")
+    full = raised_apart(monkeypatch, codes.RESOURCE_EXHAUSTED)
     assert full == (429, "queue_full", 1, "the worker is full: too much")
     for code in (codes.UNAVAILABLE, codes.DEADLINE_EXCEEDED):
-        assert raised(_grpc_errors("w"), status_of(code)) == (503, "worker_lost", 5, "the worker w was lost")
-    failed = raised(_grpc_errors("w"), status_of(codes.INTERNAL, "a\nb"))
-    assert failed == (500, "worker_failed", None, "the worker w failed: a\\nb")
-    assert raised(_grpc_errors("w"), status_of(codes.INTERNAL, None))[3] == "the worker w failed: "
-    assert raised(_grpc_errors("w"), RuntimeError("x")) is RuntimeError
-    with _grpc_errors("w"), _worker_errors():
-        pass
+        assert raised_apart(monkeypatch, code) == (503, "worker_lost", 5, "the worker 127.0.0.1:9 was lost")
+    failed = raised_apart(monkeypatch, codes.INTERNAL, "a\nb")
+    assert failed == (500, "worker_failed", None, "the worker 127.0.0.1:9 failed: a\\nb")
+    assert raised_apart(monkeypatch, codes.INTERNAL, None)[3] == "the worker 127.0.0.1:9 failed: "
 
 
 def test_the_field_that_a_refusal_begins_with():
@@ -84,7 +114,15 @@ def test_the_field_that_a_refusal_begins_with():
         "max_tokens = 0: no": "max_tokens", "min_tokens: too many": "min_tokens", "a_b, c": "a_b",
         "mm_hashes": "mm_hashes", "seed is wrong": None, "The max_tokens": None, "Max_tokens = 1": None, "top-k": None,
     }  # fmt: skip
-    assert {line: _refusal(line).field for line in lines} == lines
+
+    async def fail(line):
+        raise ValueError(line)
+
+    worker = LocalWorker(Namespace(HealthCheck=fail))
+    for line, field in lines.items():
+        with pytest.raises(ApiError) as caught:
+            asyncio.run(worker.call("HealthCheck", line))
+        assert caught.value.field == field, line
 
 
 class PlainWorker:
@@ -115,32 +153,41 @@ def some(*names):
     return Workers([PlainWorker(name) for name in names])
 
 
+def picked(group, prompt) -> str:
+    """The name of the worker that a prompt goes to, which then has its beginning."""
+
+    async def run():
+        request = Namespace(tokenized=Namespace(input_ids=list(prompt)))
+        names = {name async for name, *_ in group.generate(request)}
+        return names.pop()
+
+    return asyncio.run(run())
+
+
 def test_a_prompt_goes_where_its_beginning_is_and_else_where_least_is_done():
     """In blocks of 64 tokens; a worker may have 8 requests more than the least loaded one, and not 9."""
     group, prompt = some("a", "b", "c"), list(range(200))
     group.running |= {"a": 1, "b": 0, "c": 2}
-    assert group._pick(prompt).name == "b" and len(group._served["b"]) == 3
+    assert picked(group, prompt) == "b"
     for load, name in ((0, "b"), (8, "b"), (9, "a")):
         group.running |= {"a": 0, "b": load, "c": 0}
-        assert group._pick([*prompt[:191], 7]).name == name, load
+        assert picked(group, [*prompt[:191], 7]) == name, load
     # b had all of it, a has two whole blocks since; of as many blocks who does less is asked.
     group.running |= {"a": 0, "b": 1, "c": 0}
-    assert group._pick(prompt).name == "b" and group._pick([*prompt[:128], 5, 6]).name == "a"
-    assert group._pick(prompt[:63]).name in ("a", "c")  # less than a block is nobody's
+    assert picked(group, prompt) == "b" and picked(group, [*prompt[:128], 5, 6]) == "a"
+    assert picked(group, prompt[:63]) in ("a", "c")  # less than a block is nobody's
     group.down.add("a")
-    assert group._pick([*prompt[:128], 5, 6]).name == "b" and group.is_up
+    assert picked(group, [*prompt[:128], 5, 6]) == "b" and group.is_up
     group.down |= {"b", "c"}
     assert not group.is_up
     with pytest.raises(ApiError, match="no worker can be reached"):
-        group._pick(prompt)
+        picked(group, prompt)
     group = some("a", "b")  # a has all of the prompt, b its first block: more blocks count before fewer requests
     for load, given in ((dict(a=0, b=20), prompt), (dict(a=20, b=0), [*prompt[:64], 7])):
         group.running |= load
-        group._pick(given)
+        picked(group, given)
     group.running |= {"a": 1, "b": 0}
-    assert [len(group._served[name]) for name in "ab"] == [3, 1] and group._pick(prompt[:130]).name == "a"
-    alone = some("a")
-    assert alone._pick(prompt).name == "a" and not alone._served["a"]  # one worker needs no memory
+    assert picked(group, prompt[:130]) == "a" and picked(some("a"), prompt) == "a"
 
 
 def test_beginnings_are_forgotten_the_oldest_first(monkeypatch):
@@ -149,9 +196,9 @@ def test_beginnings_are_forgotten_the_oldest_first(monkeypatch):
     first, second = ([start] * 64 for start in (1, 2))
     group.running["b"] = 1
     for prompt in (first, second, first, [3] * 64):
-        group._pick(prompt)
+        picked(group, prompt)
     group.running |= {"a": 1, "b": 0}
-    assert [group._pick(prompt).name for prompt in (first, second)] == ["a", "b"]
+    assert [picked(group, prompt) for prompt in (first, second)] == ["a", "b"]
 
 
 def test_requests_that_run_are_counted_and_a_lost_worker_comes_back(monkeypatch, caplog):
@@ -161,7 +208,7 @@ def test_requests_that_run_are_counted_and_a_lost_worker_comes_back(monkeypatch,
 
     async def work():
         group = some("a", "b")
-        request = Namespace(tokenized=Namespace(input_ids=[1, 2]))
+        request = Namespace(tokenized=Namespace(input_ids=[1] * 64))
         pieces = [piece async for piece in group.generate(request, {})]
         assert pieces == [("a", 0, {}), ("a", 1, {})] and group.running == {"a": 0, "b": 0}
         running = group.generate(request)
@@ -171,10 +218,9 @@ def test_requests_that_run_are_counted_and_a_lost_worker_comes_back(monkeypatch,
         assert group.running == {"a": 0, "b": 0}
         first = group.workers[0]
         first.lost = True
-        group._served["a"][5] = None
         with pytest.raises(ApiError, match="lost"):
             await anext(group.generate(request))
-        assert group.down == {"a"} and group.running["a"] == 0 and not group._served["a"]
+        assert group.down == {"a"} and group.running["a"] == 0
         await asyncio.sleep(0.05)
         assert group.down == {"a"} and first.asked.count("HealthCheck") >= 2
         first.healthy, first.lost = True, False
@@ -182,7 +228,12 @@ def test_requests_that_run_are_counted_and_a_lost_worker_comes_back(monkeypatch,
             await asyncio.sleep(0.01)
             if not group.down:
                 break
-        assert not group.down and (await anext(group.generate(request)))[0] == "a"
+        assert not group.down
+        group.running["a"] = 1  # it has come back as a new process, which knows nothing
+        assert {piece[0] async for piece in group.generate(request)} == {"b"}
+        group.running["a"] = 0
+        request.tokenized.input_ids = [1]
+        assert {piece[0] async for piece in group.generate(request)} == {"a"}
         await group.close()
 
     asyncio.run(work())
@@ -190,7 +241,7 @@ def test_requests_that_run_are_counted_and_a_lost_worker_comes_back(monkeypatch,
     assert said == ["worker a was lost: asked again every 0.01 s", "worker a is back"]
 
 
-def test_a_stream_over_grpc_that_is_left_is_cancelled():
+def test_a_stream_over_grpc_that_is_left_is_cancelled(monkeypatch):
     """Also one that came to its end; what a worker apart cannot tell is refused before it is asked."""
 
     class Call:
@@ -204,10 +255,11 @@ def test_a_stream_over_grpc_that_is_left_is_cancelled():
             self.cancelled += 1
 
     async def work():
-        remote = RemoteWorker("127.0.0.1:9")
+        stub = Namespace()
+        remote = apart(monkeypatch, stub)
         for leave in (True, False):
             call = Call()
-            remote._stub = Namespace(Generate=lambda request, call=call: call)
+            stub.Generate = lambda request, call=call: call
             pieces = remote.generate(None, None)
             assert await anext(pieces) == 0
             if leave:
@@ -225,7 +277,7 @@ def test_a_stream_over_grpc_that_is_left_is_cancelled():
             waits.append(timeout)
             yield request
 
-        remote._stub = Namespace(GetLoads=answer, GetTokenizer=messages)
+        stub.GetLoads, stub.GetTokenizer = answer, messages
         assert await remote.call("GetLoads", 5) == 5
         assert [message async for message in remote.stream("GetTokenizer", 6)] == [6] and waits == [10.0, 60.0]
         with pytest.raises(ApiError, match="return_blocks: the worker runs apart"):
@@ -268,26 +320,27 @@ def test_blocks_of_an_answer_as_json():
     }  # fmt: skip
 
 
-def test_what_watches_and_what_is_connected_ends_with_the_gateway():
+def test_what_watches_and_what_is_connected_ends_with_the_gateway(monkeypatch):
     closed = []
 
-    async def work():
-        async def close(name):
-            closed.append(name)
+    async def close(worker):
+        closed.append(worker.name)
 
-        remote = [RemoteWorker.__new__(RemoteWorker) for _ in range(2)]
-        for name, worker in zip("xy", remote, strict=True):
-            worker.name, worker._channel = name, Namespace(close=lambda name=name: close(name))
-        group = Workers([PlainWorker("a"), *remote])
+    async def work():
+        group = Workers([PlainWorker("a", lost=True), PlainWorker("b", lost=True), RemoteWorker("127.0.0.1:9")])
+        await group.workers[-1].close()
+        monkeypatch.setattr(RemoteWorker, "close", close)
         await group.close()  # nothing watches
-        assert closed == ["x", "y"]
-        group._mark_down(group.workers[0])
-        watching = group._watch
-        group._mark_down(group.workers[1])
-        assert group._watch is watching and group.is_up  # one watches all that are down
+        assert closed == ["127.0.0.1:9"]
+        request = Namespace(tokenized=Namespace(input_ids=[1]))
+        for count in (1, 2):
+            with pytest.raises(ApiError, match="lost"):
+                await anext(group.generate(request))
+            assert len(group.down) == count and group.is_up
+            assert len(asyncio.all_tasks()) == 2  # one watches all that are down
         await group.close()
-        await asyncio.wait({watching}, timeout=5)
-        assert watching.cancelled()
+        await asyncio.sleep(0.01)
+        assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(work())
 

@@ -1,19 +1,26 @@
 """`m3jax serve` as a process: it begins, serves, drains and ends; and what its command lines refuse."""
 
+import asyncio
 import http.client
 import json
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from m3jax.serve.command import gateway_parser, parser, verify_parser
+from m3jax.serve.gateway import server
+from m3jax.serve.gateway.gateway import Gateway, Settings
+from m3jax.serve.gateway.sampling import Model
+from m3jax.serve.gateway.server import Address, Opened, serve
 from m3jax.serve.worker.command import parser as worker_parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,3 +141,103 @@ def test_documented_commands_are_commands(tmp_path, monkeypatch):
     known = {option for make in (parser, gateway_parser, verify_parser) for option in make()._option_string_actions}
     of_others = {"--model_args", "--continuous-batching", "--limits"}
     assert documented - of_others <= known
+
+
+# The process
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    """The lines that a server prints."""
+    lines = []
+    monkeypatch.setattr(server, "say", lines.append)
+    return lines
+
+
+def served(load) -> None:
+    """Serve until the process is told to end; the workers are none."""
+    gateway = Gateway(settings=Settings(), workers=SimpleNamespace(is_up=True))
+    gateway.model = Model("m", 100, 50, (1,), can_see=False, block_size=8, defaults={})
+
+    async def run():
+        await asyncio.wait_for(serve(gateway, Address(port=0), load), 20)
+        await asyncio.sleep(0.1)  # a connection that is left sees that its client is gone
+
+    asyncio.run(run())
+    assert gateway.state == "draining"
+
+
+def opened(closed: list[str]) -> Opened:
+    """Parts that note when they are closed."""
+    closing = lambda name: lambda: asyncio.sleep(0, closed.append(name))
+    return Opened(SimpleNamespace(close=lambda: closed.append("pool")), [closing("first"), closing("last")])
+
+
+@pytest.mark.usefixtures("unchecked")  # the workers are none
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_is_told_to_end_drains_and_told_twice_ends_at_once(number, said):
+    """Then all that it had opened is closed, in order."""
+    closed, telling = [], []
+
+    async def tell(gateway):
+        while gateway.state != "ready":
+            await asyncio.sleep(0.01)
+        port = re.fullmatch(r"m3jax\.serve: http://127\.0\.0\.1:(\d+) \(loading\)", said[0])[1]
+        assert said[1:] == [f"m3jax.serve: ready: m at http://127.0.0.1:{port}"]
+        with socket.create_connection(("127.0.0.1", int(port))) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            await asyncio.sleep(0.2)
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.3)
+            assert gateway.state == "draining" and not closed
+            os.kill(os.getpid(), number)
+
+    async def load(gateway):
+        assert gateway.state == "loading"
+        telling.append(asyncio.create_task(tell(gateway)))
+        return opened(closed)
+
+    served(load)
+    assert closed == ["pool", "first", "last"]
+
+
+@pytest.mark.usefixtures("unchecked")  # the workers are none
+def test_a_process_that_is_ended_or_fails_while_it_loads(said):
+    """The load is cancelled, and what it had opened is closed; its own error is the process's."""
+    done = []
+
+    async def load_for_ever(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            done.append("cancelled")
+
+    served(load_for_ever)
+    assert done == ["cancelled"]
+
+    async def fail(_):
+        raise ValueError("no weights")
+
+    with pytest.raises(ValueError, match="no weights"):
+        served(fail)
+
+    async def load_to_the_end(_):
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return opened(done)
+
+    served(load_to_the_end)
+    assert done == ["cancelled", "pool", "first", "last"] and len(said) == 3  # and it was never ready
+
+
+def test_an_address_is_bound_once():
+    with Address(port=0).bound() as listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1" and listener.get_inheritable()
+        with socket.create_connection((host, port), timeout=5):  # it waits to be served, and is not refused
+            pass
+        with pytest.raises(ValueError, match=f"--host 127.0.0.1 --port {port}: Address already in use; give another"):
+            Address(port=port).bound()

@@ -3,12 +3,13 @@
 import asyncio
 import itertools
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from support.embedded import TOKENIZER
-from support.serving import NAME, clients
+from support.serving import NAME, ScriptedWorker, clients
 
 from m3jax.serve.gateway.completions import completions, fields_of_completions
 from m3jax.serve.gateway.fields import Fields
@@ -182,6 +183,8 @@ def test_echo_and_logprobs(scripted):
         ({"logprobs": 21}, "logprobs"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 4, "n": 3}, "best_of"),
     ],
 )
 def test_bad_fields(scripted, fields, name):
@@ -191,13 +194,43 @@ def test_bad_fields(scripted, fields, name):
     assert raised.value.param == name
 
 
+@pytest.mark.parametrize("best_of", [None, 1, 3])
+def test_all_answers_that_are_drawn_come_back(scripted, best_of):
+    answer = scripted[0].openai.completions.create(model=NAME, prompt="a", n=3, best_of=best_of)
+    assert len(answer.choices) == 3
+
+
 def test_one_of_several_is_refused(scripted):
-    """The others end with it, and nothing is left running."""
+    """The others end with it, at once, and nothing is left running."""
     server, worker = scripted
-    seed = {"seed": 666}
-    with pytest.raises(clients.openai.BadRequestError):
-        server.openai.completions.create(model=NAME, prompt=["a"] * 50, **seed)
-    assert not worker.requests
+    worker.gate, worker.tokens_per_chunk = threading.Event(), 1
+
+    async def generate(request, **_):
+        if request.tokenized.input_ids == TOKENIZER.encode("b"):
+            await asyncio.sleep(0.1)
+            raise ValueError("seed: not this one")
+        async for response in ScriptedWorker.Generate(worker, request):
+            yield response
+
+    worker.Generate = generate
+    try:
+        for stream in (False, True):
+            status, _, text = server.ask("/v1/completions", {"prompt": ["a", "b", "a"], "stream": stream})
+            assert "seed: not this one" in text and status == (200 if stream else 400)
+    finally:
+        del worker.Generate
+    assert len(worker.requests) == len(worker.left) == 4
+
+
+def test_ids_that_are_made_text_are_of_the_vocabulary_and_fit_into_the_context(scripted):
+    """Which is no limit of the ids themselves, nor the vocabulary of their number."""
+    server, _ = scripted
+    for ids in ([2047], [100] * 4096, []):
+        status, _, text = server.ask("/detokenize", {"tokens": ids})
+        assert status == 200 and json.loads(text)["prompt"] == TOKENIZER.decode(ids, skip_special_tokens=False)
+    for ids, says in (([2048], "integers from 0 to 2047"), ([0] * 4097, "4097 token ids, and the model's context is")):
+        status, _, text = server.ask("/detokenize", {"tokens": ids})
+        assert status == 400 and says in text
 
 
 def test_tokenize(scripted):

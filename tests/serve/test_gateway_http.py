@@ -12,8 +12,8 @@ import pytest
 from support.serving import NAME, Running, ScriptedWorker, clients, running
 
 from m3jax.serve.gateway.errors import ApiError
-from m3jax.serve.gateway.gateway import Settings
-from m3jax.serve.gateway.http import OPENAI, EventOfText, EventStream, Pace, data_event
+from m3jax.serve.gateway.gateway import Gateway, Settings
+from m3jax.serve.gateway.http import OPENAI, EventOfText, EventStream, Pace, check_key, data_event
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
@@ -57,9 +57,19 @@ def test_key_and_limits():
             server.openai.models.list()
         status, _, text = server.ask(CHAT, "x" * 2001, headers=key)
         assert (status, json.loads(text)["error"]["code"]) == (413, "request_too_large")
+        # So many bytes are read and no more, whether their number is announced or not.
+        authorized = b"Host: x\r\nAuthorization: Bearer " + "sécret".encode()
+        chunked = post(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+        for request, expected in (
+            (post(b"", length=2001), b"413"), (post(b"x" * 2000), b"400"),
+            (chunked + b"7d0\r\n" + b"x" * 2000 + b"\r\n0\r\n\r\n", b"400"),
+            (chunked + b"7d1\r\n" + b"x" * 2001 + b"\r\n", b"413"),
+        ):  # fmt: skip
+            with connection(server, request.replace(b"Host: x", authorized)) as sent:
+                assert sent.recv(12) == b"HTTP/1.1 " + expected, request
         # Two streams hold both places, silent but for pings, until they have taken too long.
         body = json.dumps({"messages": HI, "stream": True}).encode()
-        head = post(body).replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer " + "sécret".encode())
+        head = post(body).replace(b"Host: x", authorized)
         held = [connection(server, head) for _ in range(2)]
         wait_for(lambda: len(worker.requests) == 2)
         status, found, text = server.ask(CHAT, {"messages": HI}, headers=key)
@@ -149,8 +159,33 @@ def test_half_sent_bodies_hold_no_place(scripted):
     assert server.ask(CHAT, {"messages": HI})[0] == 200 and len(worker.requests) == 1
 
 
-def test_error_within_a_stream(scripted):
-    """A worker fails in the middle of an answer: the client gets an error event, as its exception."""
+def test_a_large_body_is_read_as_a_small_one(scripted):
+    server, _ = scripted
+    assert server.ask(CHAT, {"messages": HI, "user": "a" * (2 << 20)})[0] == 200
+
+
+def test_a_stream_has_begun_after_a_second_of_silence(scripted):
+    """Its status is 200 then. A client that leaves before or after that ends the work."""
+    server, worker = scripted
+    worker.reading_seconds = 60.0
+    request, began = post(json.dumps({"messages": HI, "stream": True}).encode()), time.monotonic()
+    early, late = connection(server, request), connection(server, request)
+    wait_for(lambda: len(worker.requests) == 2)
+    early.close()
+    wait_for(lambda: len(worker.left) == 1)
+    assert time.monotonic() - began < 1 and late.recv(12) == b"HTTP/1.1 200" and time.monotonic() - began > 0.9
+    late.close()
+    wait_for(lambda: len(worker.left) == 2 and server.gateway.running == 0)
+
+
+def test_what_is_refused_before_a_stream_has_begun_has_a_status(scripted):
+    server, _ = scripted
+    status, _, text = server.ask(CHAT, {"messages": HI, "seed": 666, "stream": True})
+    assert (status, json.loads(text)["error"]["message"]) == (400, "seed = 666: not this one")
+
+
+def test_errors_that_nobody_foresaw(scripted, caplog):
+    """A worker fails before an answer or in the middle: the client gets an error, and the log has all of it."""
     server, worker = scripted
 
     worker.tokens_per_chunk = 16
@@ -166,8 +201,35 @@ def test_error_within_a_stream(scripted):
         stream = server.openai.chat.completions.create(model=NAME, messages=HI, stream=True)
         with pytest.raises(clients.openai.APIError, match="failed"):
             list(stream)
+        status, _, text = server.ask(CHAT, {"messages": HI})
+        error = json.loads(text)["error"]
+        assert (status, error["message"]) == (500, "the server failed on this request; its log says why")
     finally:
         del worker.Generate
+    assert "a stream failed" in caplog.text and f"a request to {CHAT} failed" in caplog.text
+    assert caplog.text.count("RuntimeError: the device is gone") == 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_let_in"),
+    [
+        ({"authorization": "Bearer kéy"}, True), ({"authorization": "bearer  kéy "}, True),
+        ({"x-api-key": "kéy"}, True),
+        ({"authorization": "Basic kéy", "x-api-key": "kéy"}, True), ({"authorization": "Basic kéy"}, False),
+        ({"authorization": "Bearer key", "x-api-key": "kéy"}, False), ({"authorization": "kéy"}, False), ({}, False),
+        ({"authorization": "Bearer kéyy"}, False), ({"authorization": "Bearer"}, False), ({"x-api-key": "k"}, False),
+    ],
+)  # fmt: skip
+def test_keys(headers, is_let_in):
+    sent = {name: value.encode().decode("latin-1") for name, value in headers.items()}
+    check_key(Gateway(settings=Settings()), sent)  # which asks for none
+    own = Gateway(settings=Settings(api_key="kéy"))
+    if is_let_in:
+        check_key(own, sent)
+    else:
+        with pytest.raises(ApiError, match="no valid API key") as caught:
+            check_key(own, sent)
+        assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
 
 
 def test_cors():
@@ -243,6 +305,31 @@ def test_nothing_comes_behind_the_end_of_a_stream():
 
     asyncio.run(run())
     assert written == [(None, None), (b"one", True), (b"", False), "200"]
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_a_connection_that_breaks_is_a_client_that_went_away(fails_at):
+    sent, left, closed = [], [], []
+
+    async def events():
+        try:
+            yield "one"
+            yield "two"
+        finally:
+            closed.append(True)
+
+    async def send(message: dict) -> None:
+        if len(sent) == fails_at:
+            raise OSError("broken")
+        sent.append(message)
+
+    async def run() -> None:
+        loop, stream = asyncio.get_running_loop(), events()
+        await EventStream(stream, OPENAI, Pace(10.0, 60.0, loop.time()), {}, left.append)({}, loop.create_future, send)
+
+    asyncio.run(run())
+    bodies = [message["body"] for message in sent[1:]]
+    assert left == ["499"] and bodies == [b"one", b"two"][: max(0, fails_at - 1)] and (closed or fails_at == 0)
 
 
 def test_an_event_of_text_is_the_event():

@@ -16,6 +16,8 @@ from m3jax.assets import embedded_path
 from m3jax.serve.gateway.app import ENDPOINTS, app
 from m3jax.serve.gateway.gateway import Gateway, Settings
 from m3jax.serve.gateway.loading import open_gateway
+from m3jax.serve.gateway.openapi import document
+from m3jax.serve.gateway.sampling import Model
 from m3jax.serve.gateway.sources import Sources
 from m3jax.serve.gateway.workers import LocalWorker
 
@@ -93,6 +95,63 @@ def test_reads_are_as_described(scripted, described):
             if kind == "application/json":
                 schema = item["get"]["responses"]["200"]["content"][kind]["schema"]
                 schema_of(described, schema).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+def test_the_document_says_what_is_taken_and_what_may_come(key):
+    """Of each endpoint: that it needs a body, its statuses, when to try again, and where a key is asked for."""
+    gateway = Gateway(settings=Settings(api_key=key))
+    gateway.model = Model("m", 100, 50, (1,), can_see=False, block_size=8, defaults={})
+    found = document(gateway, ENDPOINTS)
+    posts = {path: item["post"] for path, item in found["paths"].items() if "post" in item}
+    gets = {path: item["get"] for path, item in found["paths"].items() if "get" in item}
+    errors = ("400", "401", "404", "413", "429", "500", "503", "504")
+    for path, post in posts.items():
+        assert post["requestBody"]["required"] is True, path
+        assert post["responses"].keys() == {"200", *errors} and "security" not in post
+    statuses = {path: {status for status in get["responses"] if status != "200"} for path, get in gets.items()}
+    assert statuses == {
+        "/health": {"503"}, "/metrics": {"401"}, "/": set(), "/v1/models/{name}": {"401", "404", "503"},
+        "/v1/models": {"401", "503"}, "/tokenizer_info": {"401", "503"}, "/openapi.json": {"401", "503"},
+    }  # fmt: skip
+    for path, each in (*posts.items(), *gets.items()):
+        for status, answer in each["responses"].items():
+            assert ("headers" in answer) == (status in ("429", "503")), (path, status)
+            assert not answer.get("headers") or answer["headers"]["Retry-After"]["schema"] == {"type": "integer"}
+    assert {path for path, get in gets.items() if get.get("security") == []} == {"/health", "/"}
+    (named,) = gets["/v1/models/{name}"]["parameters"]
+    assert (named["name"], named["in"], named["required"]) == ("name", "path", True)
+    assert not [path for path, get in gets.items() if "parameters" in get and "{" not in path]
+    content = {path: get["responses"]["200"]["content"] for path, get in gets.items()}
+    refers = {path: {kind: "$ref" in each["schema"] for kind, each in kinds.items()} for path, kinds in content.items()}
+    texts = {"/metrics": {"text/plain": False}, "/": {"text/html": False}}
+    assert refers == {path: texts.get(path, {"application/json": True}) for path in gets}
+    assert content["/metrics"]["text/plain"]["schema"] == {"type": "string"} == named["schema"]
+    schema_of_error = lambda item: item["content"]["application/json"]["schema"]
+    ref = lambda name: {"$ref": f"#/components/schemas/{name}"}
+    assert schema_of_error(posts["/v1/messages"]["responses"]["400"]) == ref("AnthropicError")
+    assert schema_of_error(posts["/v1/completions"]["responses"]["400"]) == ref("OpenAIError")
+    both = {"anyOf": [ref("OpenAIError"), ref("AnthropicError")]}
+    assert schema_of_error(gets["/v1/models"]["responses"]["401"]) == both
+    assert found["security"] == ([] if key is None else [{"bearer": []}, {"key": []}])
+    assert found["components"]["securitySchemes"]["key"] == {"type": "apiKey", "in": "header", "name": "x-api-key"}
+
+
+def test_the_objects_of_the_document_have_the_fields_that_are_said_and_no_others(described):
+    def objects(schema):
+        if isinstance(schema, dict):
+            yield from [schema] if "properties" in schema and "type" in schema else []
+            for inner in schema.values():
+                yield from objects(inner)
+        elif isinstance(schema, list):
+            for inner in schema:
+                yield from objects(inner)
+
+    found = list(objects(described["components"]["schemas"]))
+    assert len(found) > 30
+    for schema in found:
+        assert schema["type"] == "object" and schema["additionalProperties"] is False, schema
+        assert set(schema["required"]) <= schema["properties"].keys(), schema
 
 
 ODD = (True, -1, 5.5, 2**70, "", "x", [None], {})

@@ -10,7 +10,7 @@ import pytest
 from support.serving import NAME, ScriptedWorker, clients, running
 
 from m3jax.serve.gateway import workers as workers_module
-from m3jax.serve.gateway.workers import LocalWorker, RemoteWorker, Workers
+from m3jax.serve.gateway.workers import RemoteWorker
 from m3jax.serve.worker.server import start
 
 LONG = "A beginning that many prompts share. " * 30
@@ -97,45 +97,3 @@ def test_two_workers(monkeypatch, unchecked):
             time.sleep(0.02)
         assert server.ask("/health")[0] == 200 and server.gateway.running == 0
         assert 'm3jax_worker_up{worker="127.0.0.1' in server.ask("/metrics")[2]
-
-
-def test_a_worker_apart_that_does_not_answer_is_given_up(unchecked):
-    """A short call after ten seconds, and a stream of files, such as its tokenizer, after a minute."""
-    seconds = []
-
-    class Silent:
-        async def GetLoads(self, request, timeout):
-            seconds.append(timeout)
-            return request
-
-        async def GetTokenizer(self, request, timeout):
-            seconds.append(timeout)
-            yield request
-
-    worker = RemoteWorker.__new__(RemoteWorker)
-    worker.name, worker._stub = "apart", Silent()
-
-    async def run():
-        assert await worker.call("GetLoads", "asked") == "asked"
-        assert [message async for message in worker.stream("GetTokenizer", "asked")] == ["asked"]
-
-    asyncio.run(run())
-    assert seconds == [10.0, 60.0]
-
-
-def test_a_busy_worker_loses_its_prefix():
-    """Beyond a few requests more than the least loaded has, where a prefix is counts no more."""
-
-    both = [LocalWorker(ScriptedWorker()), LocalWorker(ScriptedWorker())]
-    for worker, name in zip(both, "ab", strict=True):
-        worker.name = name
-    workers = Workers(both)
-    prompt = list(range(256))
-    first = workers._pick(prompt)
-    assert workers._pick([*prompt, 5]) is first
-    workers.running[first.name] = workers_module._MOST_AHEAD + 1
-    second = workers._pick([*prompt, 6])
-    assert second is not first
-    workers.running[first.name] = 0
-    assert workers._pick([1, 2]) in (first, second)
-    assert len(workers._served[first.name]) == len(workers._served[second.name]) == 4

@@ -5,7 +5,9 @@ import hashlib
 import io
 import itertools
 import json
+import time
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,9 +29,12 @@ from support.workers import (
 
 from m3jax.decoding import Params, Sampling
 from m3jax.decoding.loop import LoopClosed, LoopFull
+from m3jax.serve.worker import worker as worker_module
 from m3jax.serve.worker.answers import StopFinder
 from m3jax.serve.worker.fields import READ, REFUSED, check_fields
 from m3jax.serve.worker.kv_events import KvEvents
+from m3jax.serve.worker.tokenizer_files import pieces, tokenizer_archive
+from m3jax.version import VERSION
 
 GREEDY = Sampling(temperature=0)
 
@@ -282,6 +287,23 @@ def test_abort_ends_a_request_with_what_it_has(worker):
     assert last.complete.finish_reason == "abort" and 0 < last.complete.completion_tokens < 400
 
 
+def test_a_request_that_is_ended_while_it_is_read_is_ended_when_the_engine_has_it(worker):
+    """All its continuations; a request of another name goes on."""
+
+    async def run():
+        ended = generate_request(n=2, request_id="ended", max_tokens=400, ignore_eos=True)
+        tasks = [asyncio.create_task(collect(worker, each)) for each in (ended, generate_request(request_id="other"))]
+        await asyncio.sleep(0)
+        assert await worker.prompt_progress("ended") is None and await worker.prompt_progress("unknown") is None
+        await worker.Abort(protocol.AbortRequest(request_ids=["ended"]))
+        found = await asyncio.gather(*tasks)
+        await settled(worker)
+        return found
+
+    ended, other = ([message.complete.finish_reason for message in messages] for messages in asyncio.run(run()))
+    assert (ended, other) == (["abort"] * 2, ["length"])
+
+
 def test_two_requests_of_one_name_are_refused(worker):
     async def run():
         first = worker.Generate(generate_request(stream=True, request_id="twice", max_tokens=400, ignore_eos=True))
@@ -377,6 +399,39 @@ def test_a_full_worker_says_so_and_a_closed_one_too():
     asyncio.run(run())
 
 
+def test_health_while_it_compiles_and_after_its_end(monkeypatch):
+    """It is ready before too: only the caller knows that it will prepare. Nothing is asked of it once it is closed."""
+    worker, seen, compiled = new_worker(), [], []
+
+    async def health():
+        found = await worker.HealthCheck(protocol.HealthCheckRequest())
+        return found.healthy, found.message
+
+    async def run():
+        assert await health() == (True, "ready")
+        loop = asyncio.get_running_loop()
+
+        def warmup(programs):
+            compiled.append(programs)
+            seen.append(asyncio.run_coroutine_threadsafe(health(), loop).result(10))
+            if len(seen) == 2:
+                raise RuntimeError("no memory")
+
+        monkeypatch.setattr(worker.engine, "warmup", warmup)
+        await worker.prepare()
+        assert await health() == (True, "ready")
+        with pytest.raises(RuntimeError, match="no memory"):
+            await worker.prepare(("tower",))
+        assert seen == [(False, "compiling")] * 2 and await health() == (True, "ready")
+        await worker.close()
+        assert await health() == (False, "the engine has ended")
+        with pytest.raises(LoopClosed, match="takes no more requests"):
+            await worker.prepare()
+
+    asyncio.run(run())
+    assert compiled == [("prefill", "decode", "pages"), ("tower",)]  # the tower only where it is asked for
+
+
 # The other calls
 
 
@@ -388,12 +443,36 @@ def test_the_model_and_the_server_are_described(worker):
         )
 
     model, server = asyncio.run(run())
-    assert (model.vocab_size, model.max_context_length, model.supports_vision) == (2048, 512, True)
-    assert list(model.eos_token_ids) == [1] and model.model_type == "minimax_m3_vl"
+    assert (model.vocab_size, model.max_context_length, model.max_req_input_len) == (2048, 512, 511)
+    assert model.model_path == model.served_model_name == model.tokenizer_path == "tiny"
+    assert model.is_generation and model.supports_vision and model.bos_token_id == (TOKENIZER.bos_id or 0)
+    assert list(model.eos_token_ids) == [1] and model.model_type == "minimax_m3_vl" and list(model.architectures)
     assert json.loads(model.default_sampling_params_json) == {"temperature": 0.8, "top_p": 0.95}
     assert (server.block_size, server.max_num_seqs, server.data_parallel_size) == (16, 4, 1)
     assert (server.multimodal_encoder_dtype, server.mm_processor, server.shm_namespace_id) == ("float32", "", "")
     assert (server.constrained_decoding_start, server.model_dtype) == ("after_reasoning", "float32")
+    assert (server.server_type, server.engine_reasoning_parser) == ("vllm-grpc", "minimax_m3")
+
+
+def test_times_are_seconds(worker, monkeypatch):
+    """When a request came last, since when the worker serves, and the new tokens a second of the last ten seconds."""
+    clock = SimpleNamespace(unix=time.time() + 1000, monotonic=time.monotonic() + 1000)
+    read = SimpleNamespace(time=lambda: clock.unix, monotonic=lambda: clock.monotonic)
+    monkeypatch.setattr(worker_module, "time", read)
+
+    async def asked():
+        server = await worker.GetServerInfo(protocol.GetServerInfoRequest())
+        return server, (await worker.GetLoads(protocol.GetLoadsRequest())).loads[0].gen_throughput
+
+    came, began = clock.unix, clock.monotonic
+    answer(worker)
+    first, _ = asyncio.run(asked())
+    for seconds, throughput in ((5, 0.8), (10, 0.8), (10.25, 0.0)):
+        clock.unix, clock.monotonic = came + seconds, began + seconds
+        server, found = asyncio.run(asked())
+        assert found == pytest.approx(throughput), seconds
+        assert server.last_receive_timestamp == came
+        assert server.uptime_seconds - first.uptime_seconds == pytest.approx(seconds)
 
 
 def test_loads_count_what_runs_and_what_waits(worker):
@@ -402,6 +481,9 @@ def test_loads_count_what_runs_and_what_waits(worker):
         reading = [asyncio.create_task(anext(stream)) for stream in streams]
         await until(lambda: sum(task.done() for task in reading) >= 4)
         loads = await worker.GetLoads(protocol.GetLoadsRequest(include=["core"]))
+        assert (await worker.GetServerInfo(protocol.GetServerInfoRequest())).active_requests == 6
+        with pytest.raises(ValueError, match="dp_rank = 1: this worker has rank 0 alone"):
+            await worker.GetLoads(protocol.GetLoadsRequest(dp_rank=1))
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
@@ -412,6 +494,9 @@ def test_loads_count_what_runs_and_what_waits(worker):
 
     busy, idle = asyncio.run(run())
     (load,) = busy.loads
+    assert (busy.version, busy.dp_rank_count, load.max_running_requests) == (VERSION, 1, 4)
+    assert busy.timestamp.endswith("+00:00") and load.num_used_tokens % 16 == 0
+    assert load.token_usage == pytest.approx(load.num_used_tokens / load.max_total_num_tokens)
     assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (4, 2, 6)
     assert load.utilization == 1.0 and load.num_used_tokens > 0 and load.max_total_num_tokens == 96 * 16
     assert load.num_waiting_uncached_tokens == 2 * len(PROMPT) and load.gen_throughput > 0
@@ -423,14 +508,35 @@ def test_the_tokenizers_files_come_in_pieces(worker):
     async def run():
         return [piece async for piece in worker.GetTokenizer(common_pb2.GetTokenizerRequest())]
 
-    pieces = asyncio.run(run())
-    data = b"".join(piece.data for piece in pieces)
-    assert {len(piece.data) for piece in pieces[:-1]} <= {64 << 10}
-    assert [piece.sha256 for piece in pieces] == [""] * (len(pieces) - 1) + [hashlib.sha256(data).hexdigest()]
-    files = zipfile.ZipFile(io.BytesIO(data))
+    found = asyncio.run(run())
+    assert found == list(pieces(tokenizer_archive(worker.folder)))
+    files = zipfile.ZipFile(io.BytesIO(b"".join(piece.data for piece in found)))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
         assert files.read(name) == (worker.folder / name).read_bytes()
-    assert json.loads(files.read("preprocessor_config.json"))["max_pixels"] == 451_584
+
+
+def test_a_tokenizers_archive_is_its_files(tmp_path):
+    """Equal files give equal bytes; the preprocessor's numbers are M3's where the folder has none."""
+    for name in ("tokenizer.json", "config.json", "other.json"):
+        (tmp_path / name).write_text(name * 3)
+    archive = tokenizer_archive(tmp_path)
+    assert archive == tokenizer_archive(tmp_path)
+    with zipfile.ZipFile(io.BytesIO(archive)) as found:
+        contents = {name: found.read(name) for name in found.namelist()}
+    preprocessor = json.loads(contents.pop("preprocessor_config.json"))
+    assert contents == {name: (name * 3).encode() for name in ("tokenizer.json", "config.json")}
+    assert (preprocessor["patch_size"], preprocessor["merge_size"], preprocessor["temporal_patch_size"]) == (14, 2, 2)
+    assert (preprocessor["min_pixels"], preprocessor["max_pixels"], preprocessor["size"]) == (3136, 451584, [672, 672])
+    assert preprocessor["rescale_factor"] == 1 / 255 and all(preprocessor[f"do_{x}"] for x in ("resize", "rescale"))
+    assert preprocessor["do_normalize"] is preprocessor["do_convert_rgb"] is True
+    (tmp_path / "preprocessor_config.json").write_text("own")
+    with zipfile.ZipFile(io.BytesIO(tokenizer_archive(tmp_path))) as found:
+        assert found.read("preprocessor_config.json") == b"own"
+    for length in (1, 65535, 65536, 65537, 131072):
+        data = bytes(i % 251 for i in range(length))
+        sent = list(pieces(data))
+        assert b"".join(piece.data for piece in sent) == data and len(sent) == -(-length // 65536)
+        assert [piece.sha256 for piece in sent] == [""] * (len(sent) - 1) + [hashlib.sha256(data).hexdigest()]
 
 
 def test_the_cache_is_flushed_when_nothing_goes_on(worker):
@@ -445,7 +551,7 @@ def test_the_cache_is_flushed_when_nothing_goes_on(worker):
         return refused, await waiting
 
     refused, flushed = asyncio.run(run())
-    assert not refused.success and flushed.success
+    assert (refused.success, refused.message) == (False, "1 requests go on: try again") and flushed.success
     assert worker.engine.pages["cached"] == 0
     assert answer(worker).cached_tokens == 0
 
@@ -490,7 +596,6 @@ def test_kv_events_say_what_the_engine_knows(worker):
     assert child.parent_block_hash == parent.blocks[0].block_hash
     assert cleared.events[-1].HasField("cleared")
     assert again == cleared
-    assert not worker._pages._subscribers
 
 
 def test_kv_events_of_pictures_without_a_hash_and_what_follows_them_are_not_told():

@@ -11,6 +11,7 @@ from smg_grpc_proto.generated import common_pb2
 from support.workers import answer, generate_request, new_worker, settled, shared_worker
 
 from m3jax.serve.worker.server import start
+from m3jax.transfer import TransferError
 
 LONG = dict(max_tokens=400, ignore_eos=True)
 
@@ -115,3 +116,18 @@ def test_a_taken_port_is_an_error_of_one_line():
         await server.stop(0)
 
     asyncio.run(run())
+
+
+def test_a_prompt_that_did_not_come_from_elsewhere_is_a_worker_that_is_lost(unchecked):
+    class Lost:
+        async def Generate(self, request):
+            raise TransferError("h:1 ended the transfer")
+            yield
+
+    async def run():
+        async with connected(Lost()) as (stub, _):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(stub.Generate(generate_request())))
+        return caught.value.code().name, caught.value.details()
+
+    assert asyncio.run(run()) == ("UNAVAILABLE", "h:1 ended the transfer")

@@ -3,11 +3,21 @@
 import asyncio
 
 import pytest
-from support.workers import PROMPT, SHAPE, answer, answers, generate_request, settled, shared_worker, text_model
+from support.workers import (
+    PROMPT,
+    SHAPE,
+    answer,
+    answers,
+    collect,
+    generate_request,
+    settled,
+    shared_worker,
+    text_model,
+)
 
+from m3jax.cache import OutOfPages
 from m3jax.decoding import Engine
 from m3jax.serve.worker import Worker, command, main
-from m3jax.serve.worker.server import _STATUS
 from m3jax.transfer import PrefillClient, Prefiller, TransferError, service
 
 LONG = PROMPT * 3  # several pages, the last one in part
@@ -84,6 +94,33 @@ def test_short_prompts_are_read_here(pair):
     short = LONG[:16]
     assert answer(worker, prompt=short).output_ids == answer(shared_worker(), prompt=short).output_ids
     assert prefiller.engine.timings.prompt_tokens == before
+    answer(worker, prompt=(94, *LONG[:16]))  # a token more than a page
+    assert prefiller.engine.timings.prompt_tokens == before + 16
+
+
+def test_a_prompt_that_was_read_waits_for_pages_while_others_can_give_some_back(pair, monkeypatch):
+    worker, _, _ = pair
+    tried, add = [], worker.engine.import_request
+
+    def import_request(*given, **named):
+        tried.append(named)
+        if len(tried) != 3:
+            raise OutOfPages("full")
+        return add(*given, **named)
+
+    monkeypatch.setattr(worker.engine, "import_request", import_request)
+
+    async def run():
+        other = worker.Generate(generate_request(LONG[:16], stream=True, max_tokens=400, ignore_eos=True))
+        await anext(other)
+        found = await collect(worker, generate_request((93, *LONG)))
+        await other.aclose()
+        await settled(worker)
+        with pytest.raises(OutOfPages):
+            await collect(worker, generate_request((92, *LONG)))
+        return found[-1].complete
+
+    assert asyncio.run(run()).output_ids == answer(shared_worker(), prompt=(93, *LONG)).output_ids and len(tried) == 4
 
 
 def test_scored_prompts_are_read_elsewhere_whatever_is_known(pair):
@@ -122,7 +159,6 @@ def test_a_prefiller_that_is_gone_is_told(pair):
     server.stop(0).wait()
     with pytest.raises(TransferError, match=r"127\.0\.0\.1:\d+ ended the transfer"):
         answer(worker, prompt=(96, *LONG))
-    assert (TransferError, "UNAVAILABLE") in [(kind, status.name) for kind, status in _STATUS]
     asyncio.run(settled(worker))
     with pytest.raises(ValueError, match="does not read prompts"):
         worker.check_prefill(0)
