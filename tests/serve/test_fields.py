@@ -1,15 +1,17 @@
 """The fields of requests at the ends of their ranges, and the options of the servers' commands."""
 
+import json
 import math
-from pathlib import Path
 
+import jsonschema
 import pytest
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from support.embedded import TOKENIZER
 from support.options import wrong_defaults
 
-from m3jax.media import LIMITS
 from m3jax.serve import command
-from m3jax.serve.gateway import chat_completions, completions, gateway, http, loading, prompts, sources, workers
 from m3jax.serve.gateway.app import ENDPOINTS
+from m3jax.serve.gateway.chat_completions import includes_usage, tool_choice
 from m3jax.serve.gateway.errors import ApiError
 from m3jax.serve.gateway.fields import (
     Fields,
@@ -26,15 +28,26 @@ from m3jax.serve.gateway.fields import (
     object_schema,
     parsed_body,
 )
-from m3jax.serve.gateway.gateway import Settings
+from m3jax.serve.gateway.gateway import thinking_mode
+from m3jax.serve.gateway.http import OPENAI
+from m3jax.serve.gateway.messages import fields_of_messages
 from m3jax.serve.gateway.prompts import tokens_of
-from m3jax.serve.gateway.sampling import Model, limit_tokens, sampling_fields, sampling_params
+from m3jax.serve.gateway.sampling import (
+    CONSTRAINT_FIELDS,
+    Model,
+    check_constraints,
+    limit_tokens,
+    response_format,
+    sampling_fields,
+    sampling_params,
+    set_constraints,
+)
 from m3jax.serve.worker import command as worker_command
-from m3jax.serve.worker import worker
 
 VOCAB, CONTEXT = 50, 100
 MODEL = Model("m", CONTEXT, VOCAB, (1,), can_see=False, block_size=8, defaults={})
 LARGE = 10**400  # no float
+SCHEMA = {"type": "object"}
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +233,7 @@ def test_ranges_of_sampling():
     found = sampling_fields(own, "stop_sequences", max_temperature=1.0)
     assert [found[name].default for name in own.defaults] == list(own.defaults.values())
     assert found["temperature"].most == 1.0 and "stop_sequences" in found and "stop" not in found
+    assert fields_of_messages(MODEL)["temperature"].most == 1.0
 
 
 def asked(**values):
@@ -267,23 +281,170 @@ def test_prompts_that_are_token_ids():
             ids(value)
 
 
-def test_limits_of_the_servers():
-    """Of the hosted API, of protocols, or of this host's memory; docs/serving.md has those that a client meets."""
-    assert prompts.MOST == {"image": 200, "video": 20}
-    assert sources.MOST_BYTES == {"image": 30 << 20, "video": 50 << 20} and LIMITS.video_bytes == 50 << 20
-    assert (sources._MOST_URL_BYTES["video"], sources._MOST_REDIRECTS, loading._MOST_BYTES) == (250 << 20, 3, 256 << 20)
-    assert (chat_completions.MOST_TOKENS, worker.MAX_REQUESTS) == (1 << 24, 1024)
-    assert (workers._MOST_BLOCKS, workers._MOST_AHEAD, workers._BLOCK) == (65_536, 8, 64)
-    assert (completions._AT_ONCE, completions.NEW_TOKENS, Settings().most_prompts) == (32, 16, 1024)
+def constrained(**values) -> pb.SamplingParams:
+    params = pb.SamplingParams()
+    set_constraints(Fields(values, CONSTRAINT_FIELDS), params)
+    return params
 
 
-def test_times_of_the_servers():
-    """In seconds: what clients meet is in docs/serving.md, the others are how long another process may be silent."""
-    assert (http._BODY_SECONDS, Settings().ping_seconds, sources._SECONDS) == (60.0, 10.0, 20.0)
-    assert (gateway._PROGRESS_SECONDS, workers._RETRY_SECONDS, worker_command._PREFILL_SECONDS) == (0.25, 2.0, 600.0)
-    documented = (Path(__file__).resolve().parents[2] / "docs/serving.md").read_text(encoding="utf-8")
-    assert "a ping every 10 seconds" in documented and "a body took more than 60 seconds" in documented
-    # How hard a client wants the model to think, in OpenAI's words and their order.
-    words = "none, minimal, low, medium, high, xhigh, max"
-    assert gateway.THINKING_FIELDS["reasoning_effort"].about.startswith(f"{words}; ")
-    assert gateway.THINKING_MODES == ("adaptive", "enabled", "disabled")
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {}), ({"response_format": {"type": "text"}}, {}), ({"structured_outputs": None}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, {"json_schema": SCHEMA}),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"grammar": "start: A", "regex": None}}, {"grammar": "start: A"}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+    ],
+)  # fmt: skip
+def test_constraints_of_a_request(fields, expected):
+    params = constrained(**fields)
+    kind = params.WhichOneof("constraint")
+    found = {} if kind is None else {kind: getattr(params, kind)}
+    if kind == "json_schema":
+        found[kind] = json.loads(found[kind])
+    if kind == "choice":
+        found[kind] = list(found[kind].choices)
+    assert found == expected
+    check_constraints(params, False)
+    if kind is None:
+        check_constraints(params, True)
+    else:
+        with pytest.raises(ApiError, match="response_format and a forced tool_choice"):
+            check_constraints(params, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"response_format": {"type": "xml"}}, "type = 'xml': must be text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "schema = 3: must be a JSON"),
+        ({"response_format": {"type": "json_schema"}}, "schema = None: must be a JSON schema"),
+        ({"structured_outputs": {}}, "one of regex, grammar, choice, json"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "one of regex, grammar, choice, json"),
+        ({"structured_outputs": {"xml": "a"}}, "one of regex, grammar, choice, json"),
+        ({"structured_outputs": {"regex": 3}}, "regex = 3 has another type"),
+        ({"structured_outputs": {"choice": []}}, "choice = [] has another type"),
+        ({"structured_outputs": {"choice": ["a", 3]}}, "choice = ['a', 3] has another type"),
+        ({"structured_outputs": {"choice": "ab"}}, "choice = 'ab' has another type"),
+        ({"structured_outputs": {"json": [1]}}, "json = [1] has another type"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "give one of the two"),
+    ],
+)  # fmt: skip
+def test_constraints_that_are_refused(fields, says):
+    with pytest.raises(ApiError) as caught:
+        constrained(**fields)
+    assert says in str(caught.value) and caught.value.status == 400
+    assert caught.value.field == ("structured_outputs" if "structured_outputs" in fields else "response_format")
+    with pytest.raises(ApiError, match="text: type = 'xml'"):
+        response_format({"type": "xml"}, pb.SamplingParams(), "text")
+
+
+def test_the_schemas_of_constraints_say_what_is_taken():
+    inside = object_schema(CONSTRAINT_FIELDS)["properties"]["structured_outputs"]
+    inside = next((each for each in inside.get("anyOf", [inside]) if "properties" in each), inside)
+    assert inside["properties"] == {
+        "regex": {"type": ["string", "null"]}, "grammar": {"type": ["string", "null"]},
+        "choice": {"type": ["array", "null"], "items": {"type": "string"}, "minItems": 1},
+        "json": {"type": ["string", "object", "null"]},
+    }  # fmt: skip
+    assert inside["additionalProperties"] == {"type": "null"}
+
+
+def test_the_ranges_of_whole_numbers():
+    """Each protocol's own, besides those of sampling, which all have. A conversation is not empty."""
+    of_sampling = sampling_fields(MODEL).keys()
+    own = lambda table: [(name, field) for name, field in table.items() if name not in of_sampling]
+    ranges, fewest = {}, {}
+    for endpoint in ENDPOINTS:
+        fields = own(endpoint.table(MODEL))
+        ranges[endpoint.path] = {
+            name: (field.default, field.least, field.most) for name, field in fields if isinstance(field, IntegerField)
+        }
+        fewest[endpoint.path] = {name: field.least for name, field in fields if isinstance(field, ListField)}
+    limit = (None, 1, 1 << 24)
+    assert ranges == {
+        "/v1/chat/completions": dict(max_completion_tokens=limit, max_tokens=limit, top_logprobs=(None, 0, 20)),
+        "/v1/completions": dict(max_tokens=(16, 0, 1 << 24), logprobs=(None, 0, 20), best_of=(None, 1, 128)),
+        "/v1/messages": dict(max_tokens=limit), "/v1/messages/count_tokens": dict(max_tokens=limit),
+        "/v1/responses": dict(max_output_tokens=limit), "/tokenize": {}, "/detokenize": {},
+    }  # fmt: skip
+    assert fewest == {
+        "/v1/chat/completions": dict(messages=1, tools=0), "/v1/completions": {}, "/v1/responses": dict(tools=0),
+        "/v1/messages": dict(messages=1, tools=0), "/v1/messages/count_tokens": dict(messages=1, tools=0),
+        "/tokenize": dict(messages=0, tools=0), "/detokenize": dict(tokens=0),
+    }  # fmt: skip
+
+
+# Of a field: values that are taken, and values that are not. The reader is where what stands inside is checked.
+INSIDE = {
+    "prompt": (
+        lambda fields: tokens_of(TOKENIZER, fields["prompt"], "prompt", 50, 100),
+        ["a", [0], [49], [[49], "a"], ["a", "b"]], ["", [], [50], [-1], [[]], ["a", ""], [[1], [50]], [["a"]], [True]],
+    ),
+    "tokens": (
+        lambda fields: tokens_of(TOKENIZER, [fields["tokens"]], "tokens", 50, 100), [[0, 49]], [[50], [-1], ["a"]],
+    ),
+    "stop_token_ids": (lambda fields: sampling_params(fields, MODEL), [[], [0, 49]], [[50], [-1], ["a"], [1.5]]),
+    "logit_bias": (
+        lambda fields: sampling_params(fields, MODEL), [{}, {"7": -100}, {"7": 100}, {"7": 0.5}],
+        [{"7": -100.5}, {"7": 100.5}, {"7": "1"}, {"7": None}],
+    ),
+    "stream_options": (
+        includes_usage,
+        [{}, {"include_usage": True}, {"include_usage": False, "include_obfuscation": True}],
+        [{"include_usage": 1}, {"include_obfuscation": None}, {"other": True}],
+    ),
+    "chat_template_kwargs": (
+        lambda fields: thinking_mode(fields, "adaptive"),
+        [{}, {"thinking_mode": "enabled"}, {"enable_thinking": False}, {"thinking_mode": "adaptive"}],
+        [{"thinking_mode": "on"}, {"enable_thinking": 1}, {"thinking_mode": None}, {"tools": []}],
+    ),
+    "thinking": (
+        lambda fields: thinking_mode(fields, "adaptive"), [{"type": "disabled"}, {"type": "enabled", "more": 1}],
+        [{}, {"type": "on"}, {"type": None}],
+    ),
+    "tool_choice": (
+        tool_choice, ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}],
+        ["any", "", {"type": "tool", "name": "f"}, {"function": {"name": "f"}}, 1, []],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_stands_inside_a_field_is_read_as_it_is_described(name):
+    """The document and OpenAI's readers take the same values, at the ends of what they take and beyond them."""
+    reader, taken, refused = INSIDE[name]
+    tables = [endpoint.table(MODEL) for endpoint in ENDPOINTS if endpoint.style is OPENAI]
+    tables = [table for table in tables if name in table and not isinstance(table[name], FixedField | TextField)]
+    others = {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "input": "a", "tokens": [1]}
+    for table in tables:
+        described = jsonschema.Draft202012Validator(object_schema(table)["properties"][name])
+        stream = {"stream": True} if name == "stream_options" else {}
+        base = {other: value for other, value in others.items() if other in table and table[other].is_required}
+        for value in taken:
+            assert described.is_valid(value), value
+            reader(Fields({**base, **stream, name: value}, table))
+        for value in refused:
+            assert not described.is_valid(value), value
+            with pytest.raises(ApiError) as caught:
+                reader(Fields({**base, **stream, name: value}, table))
+            assert caught.value.status == 400
+    assert tables
+
+
+def test_what_each_request_must_have():
+    """All else may be left out."""
+    required = {
+        endpoint.path: {name for name, field in endpoint.table(MODEL).items() if field.is_required}
+        for endpoint in ENDPOINTS
+    }
+    assert required == {
+        "/v1/chat/completions": {"messages"}, "/v1/completions": {"prompt"}, "/v1/responses": {"input"},
+        "/v1/messages": {"messages", "max_tokens"}, "/v1/messages/count_tokens": {"messages"},
+        "/tokenize": set(), "/detokenize": {"tokens"},
+    }  # fmt: skip

@@ -1,6 +1,7 @@
 """The gateway's metrics: what is counted of a request, in which bucket a time falls, what Prometheus reads."""
 
 import itertools
+import re
 
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -82,9 +83,18 @@ def test_buckets_of_times_between_tokens(monkeypatch):
     }  # fmt: skip
 
 
-def test_buckets_go_from_a_frame_to_minutes():
+def test_buckets_go_from_a_frame_to_minutes(clock):
     """Of two to five times the one before; round numbers, of a decade up to a second and of minutes beyond."""
-    for bounds, ends in ((figures_module._SECONDS, (0.005, 300)), (figures_module._TOKEN_SECONDS, (0.001, 1))):
+    figures = Figures()
+    with figures.timed("/chat") as timed:
+        timed.note(chunk())
+        timed.note(chunk())
+    samples = re.findall(r'm3jax_(\w+)_bucket\{le="([\d.]+)"', figures.text({}, []).decode())
+    of_requests, of_tokens = (
+        [float(bound) for found, bound in samples if found == name]
+        for name in ("request_seconds", "time_per_output_token_seconds")
+    )
+    for bounds, ends in ((of_requests, (0.005, 300)), (of_tokens, (0.001, 1))):
         assert (bounds[0], bounds[-1]) == ends
         assert all(2 <= after / before <= 5 for before, after in itertools.pairwise(bounds))
         assert {f"{bound:e}".split("e")[0].rstrip("0.") for bound in bounds if bound < 15} <= {"1", "2.5", "5"}

@@ -1,5 +1,6 @@
 """A server that drafts: its answers are those without a draft, and /metrics says what the draft brought."""
 
+import asyncio
 import json
 import re
 
@@ -33,8 +34,7 @@ def test_drafted_answers_are_those_without_a_draft():
             for name in ("draft_tokens", "accepted_draft_tokens")
         ]
         found.append((message, counts))
-    drafting._loop.close("abort")
-    drafting._submitters.shutdown()
+    asyncio.run(drafting.close("abort"))
     (plain, nothing), (drafted, counts) = found
     assert plain == drafted
     assert nothing == [0, 0] and 0 < counts[1] < counts[0]

@@ -1,5 +1,6 @@
 """The gateway in front of the embedded model's engine: what the model says is what clients get."""
 
+import asyncio
 import base64
 import json
 import threading
@@ -10,6 +11,7 @@ from importlib.resources import files
 
 import numpy as np
 import pytest
+from support import workers
 from support.embedded import TOKENIZER
 from support.serving import Running, clients, running
 from support.workers import new_worker
@@ -29,8 +31,7 @@ def engine_server() -> Iterator[tuple[Running, Worker]]:
     worker = new_worker()
     with running(worker) as server:
         yield server, worker
-    worker._loop.close("abort")
-    worker._submitters.shutdown()
+    asyncio.run(worker.close("abort"))
 
 
 def ask(server, **fields):
@@ -40,7 +41,10 @@ def ask(server, **fields):
 
 
 def on_engine(worker, fn):
-    return worker._loop.call(fn)
+    async def run():
+        return await workers.on_engine(worker, fn)
+
+    return asyncio.run(run())
 
 
 def wait_for(condition, seconds=20.0):
@@ -58,7 +62,7 @@ def test_picture(engine_server):
     answer = ask(server, messages=messages)
     shown = [{"role": "user", "content": [{"type": "image", "image": PICTURE}, messages[0]["content"][1]]}]
     knobs = dict(stream=False, max_new_tokens=40, temperature=0, progress=False)
-    same = lambda: chat(worker._lm.model, TOKENIZER, shown, engine=worker.engine, **knobs)
+    same = lambda: chat(workers.text_model().model, TOKENIZER, shown, engine=worker.engine, **knobs)
     expected = on_engine(worker, same)
     assert answer.choices[0].message.content == expected.content != ask(server).choices[0].message.content
     assert answer.usage.prompt_tokens == expected.prompt_tokens
@@ -129,7 +133,7 @@ def test_lm_eval(engine_server):
     assert status == 200, answer
     choices = sorted(json.loads(answer)["choices"], key=lambda choice: choice["index"])
     for ids, choice in zip(batch, choices, strict=True):
-        found, best, _ = on_engine(worker, lambda ids=ids: score_with_top(worker._lm.model, ids, num_top=1))
+        found, best, _ = on_engine(worker, lambda ids=ids: score_with_top(workers.text_model().model, ids, num_top=1))
         listed = choice["logprobs"]
         assert len(listed["token_logprobs"]) == len(ids) + 1 and listed["token_logprobs"][0] is None
         values = listed["token_logprobs"][1:-1]

@@ -170,7 +170,7 @@ def test_fetching(site, monkeypatch):
     both = Sources(frozenset({"localhost", "other.example"}), (), lambda address: True)
     with pytest.raises(ValueError, match="another host"):
         read(both, f"{here}/away")
-    monkeypatch.setitem(sources_module._MOST_URL_BYTES, "image", 3000)
+    monkeypatch.setattr(sources_module, "_MOST_URL_BYTES", {"image": 3000})
     with pytest.raises(ValueError, match="larger than 3000"):
         read(sources, f"{here}/large")
 

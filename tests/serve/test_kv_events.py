@@ -18,13 +18,15 @@ class Reader:
     """A gateway that keeps the pages that it is told of, by the names of the protocol: their parents and tokens."""
 
     def __init__(self, events: KvEvents, start: int = 0):
-        self.pages, self.numbers = {}, []
+        self.pages, self.numbers, self.parts = {}, [], 0
         self.task = asyncio.ensure_future(self._read(events.subscribe(start)))
 
     async def _read(self, stream):
         async for batch in stream:
             self.numbers.append(batch.sequence_number)
             assert batch.timestamp > 1.7e9 and batch.dp_rank == 0
+            if batch.HasField("snapshot"):
+                self._check_part(batch)
             for event in batch.events:
                 if event.HasField("cleared"):
                     self.pages.clear()
@@ -36,6 +38,16 @@ class Reader:
                     for block in event.stored.blocks:
                         assert block.block_size == 2 and block.block_hash not in self.pages
                         self.pages[block.block_hash] = (parent, tuple(block.token_ids))
+
+    def _check_part(self, batch):
+        """Check that each part of a state says which it is, and how many blocks all of them have."""
+        part = batch.snapshot
+        assert part.index == self.parts and part.index < part.count
+        self.parts = (part.index + 1) % part.count
+        if part.index == 0:
+            self.blocks = -1  # the first event is that all is cleared
+        self.blocks += len(batch.events)
+        assert self.parts or self.blocks == part.blocks
 
     async def end(self):
         self.task.cancel()
@@ -93,10 +105,9 @@ def test_whoever_joins_knows_what_the_engine_knows(monkeypatch, seed):
         assert len(readers) > 2
         for reader in readers:
             assert reader.pages == expected
-            assert reader.numbers == list(range(reader.numbers[0], events._sequence + 1))
+            assert reader.numbers == list(range(reader.numbers[0], readers[0].numbers[-1] + 1))
         for reader in (*readers, *(reader for reader, _ in left)):
             await reader.end()
-        assert not events._subscribers
 
     asyncio.run(run())
 
@@ -110,10 +121,10 @@ def test_what_is_missed_is_sent_again_as_long_as_it_is_kept(monkeypatch):
         empty = Reader(events)
         await all_run()
         assert not empty.numbers  # there is nothing to tell
-        await empty.end()
         for number in range(5):
             events.note(stored(number))
-            events._give_out()
+            await all_run()
+        await empty.end()
         for start, numbers in ((0, [5]), (1, [5]), (2, [3, 4, 5]), (4, [5]), (5, []), (6, [5])):
             reader = Reader(events, start)
             await all_run()
@@ -123,33 +134,58 @@ def test_what_is_missed_is_sent_again_as_long_as_it_is_kept(monkeypatch):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("sequence", "sizes"), [(1, [11]), (2, [6, 5]), (3, [4, 4, 3]), (9, [4, 4, 3])])
-def test_chunks_of_a_snapshot(monkeypatch, sequence, sizes):
-    """Numbered up to the last batch, so there are no more of them than batches; each says how many there are."""
-    monkeypatch.setattr(kv_events, "_CHUNK", 4)
-    events = KvEvents(2)
-    for number in range(10):
-        events._known[number] = events._as_messages(stored(number))[0]
-    events._sequence = sequence
-    chunks = events._snapshot()
-    assert [len(chunk.events) for chunk in chunks] == sizes
-    assert [chunk.sequence_number for chunk in chunks] == list(range(sequence - len(sizes) + 1, sequence + 1))
-    said = [(chunk.snapshot.index, chunk.snapshot.count, chunk.snapshot.blocks) for chunk in chunks]
-    assert said == [(index, len(sizes), 10) for index in range(len(sizes))]
-
-
 def test_without_subscribers_events_are_kept_in_batches(monkeypatch):
     monkeypatch.setattr(kv_events, "_CHUNK", 4)
-    events = KvEvents(2)
-    for number in range(9):
-        events.note(stored(number))
-        assert (events._sequence, len(events._pending)) == divmod(number + 1, 4)
+
+    async def run():
+        events = KvEvents(2)
+        for number in range(9):
+            events.note(stored(number))
+        reader = Reader(events, 1)
+        await all_run()
+        assert reader.numbers == [2, 3] and len(reader.pages) == 5
+        await reader.end()
+
+    asyncio.run(run())
 
 
-def test_limits():
-    assert (kv_events._MOST_BATCHES, kv_events._MOST_UNREAD, kv_events._CHUNK, kv_events._MOST_SEGMENTS) == (
-        4096, 1024, 512, 4096,
-    )  # fmt: skip
+def test_pictures_without_a_hash_and_what_follows_them_are_not_told():
+    async def run():
+        events = KvEvents(2)
+        reader = Reader(events)
+        await all_run()
+        for event in (
+            PageEvent("stored", 0, None, (5, 6)), PageEvent("stored", 1, 0, (-7, -8)),
+            PageEvent("stored", 2, 1, (5, 6)), PageEvent("stored", 3, None, (9, 9)), PageEvent("evicted", 1),
+            PageEvent("evicted", 0),
+        ):  # fmt: skip
+            events.note(event)
+        await all_run()
+        assert reader.pages == {4: (None, (9, 9))}
+        await reader.end()
+
+    asyncio.run(run())
+
+
+def test_a_subscriber_that_does_not_read_gets_the_state_instead():
+    async def run():
+        events = KvEvents(1)
+        events.note(PageEvent("stored", 0, None, (5,)))
+        stream = events.subscribe(0)
+        await anext(stream)
+        for number in range(1, 1500):
+            events.note(PageEvent("stored", number, None, (number,)))
+            await asyncio.sleep(0)  # each is a batch of its own
+        batch = await anext(stream)
+        assert batch.HasField("snapshot") and batch.snapshot.blocks == 1500
+        blocks = len(batch.events) - 1
+        for _ in range(batch.snapshot.count - 1):
+            batch = await anext(stream)
+            blocks += len(batch.events)
+        assert blocks == 1500 and batch.sequence_number == 1500
+        await stream.aclose()
+
+    asyncio.run(run())
 
 
 def segment(number: int, places: list[int], num_patches: int) -> SimpleNamespace:
@@ -187,4 +223,3 @@ def test_the_names_of_the_oldest_pictures_are_forgotten(monkeypatch):
     for number in (30, 10, 30, 20):  # 30 was used again after 10
         note(number)
     assert [names.named([-2 - number]) is not None for number in (10, 20, 30)] == [False, True, True]
-    assert names._numbers == [20, 30]

@@ -1,8 +1,5 @@
-"""Between the protocol and the engine, by hand: orders, what is told of an answer, and how a worker's process ends."""
+"""Between the protocol and the engine: orders, and what is told of an answer."""
 
-import asyncio
-import inspect
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +8,6 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from support.embedded import TOKENIZER
 
 from m3jax.decoding import Params, Sampling
-from m3jax.serve.worker import Worker, command, worker
 from m3jax.serve.worker.answers import Answer, StopFinder, top_logprobs
 from m3jax.serve.worker.orders import Order, OrderReader, in_protocol_names
 from m3jax.serve.worker.tensors import MediaReader
@@ -238,81 +234,3 @@ def test_scores_of_a_prompt_come_once():
     short = told([event([], "aborted")], is_streamed=False, prompt_logprobs=0)[-1].complete.input_logprobs
     assert list(short.token_ids) == [5]  # it was aborted before the second was known
     assert list(top_logprobs({3: -1.0, 4: -2.0}, 0).token_ids) == []
-
-
-# A worker's process
-
-
-def test_a_worker_is_made_with_the_engines_defaults():
-    """Of the class and of the function under it alike; nothing is invariant, drafted or kept in MXFP8 unless asked."""
-    defaults = dict(dtype="bfloat16", invariant=False, draft=None, draft_tokens=3, mesh=None, weights="dequantize")
-    for make in (Worker.from_pretrained, worker.engine_from_pretrained):
-        found = {name: parameter.default for name, parameter in inspect.signature(make).parameters.items()}
-        assert {name: found[name] for name in defaults} == defaults and found["folder"] is None
-    assert (found.get("name"), inspect.signature(Worker.from_pretrained).parameters["prefill_from"].default) == (
-        None,
-        (),
-    )
-
-
-def test_a_process_that_reads_prompts_ends_in_order(monkeypatch):
-    """Told to end it lets transfers end for so long, and then closes what reads."""
-    import m3jax.transfer
-    from m3jax.transfer import service
-
-    done, handlers = [], {}
-    engine = SimpleNamespace(warmup=lambda programs: done.append(("warmup", programs)))
-    prefiller = SimpleNamespace(close=lambda: done.append("closed"))
-    stop = lambda seconds: SimpleNamespace(wait=lambda: done.append(("stopped", seconds)))
-
-    def start(given, host, port):
-        assert given is prefiller
-        done.append((host, port))
-        threading.Timer(0.05, lambda: handlers[command.signal.SIGTERM]()).start()
-        return SimpleNamespace(stop=stop), 77
-
-    monkeypatch.setattr(worker, "engine_from_pretrained", lambda *_, **__: (engine, "lm"))
-    monkeypatch.setattr(m3jax.transfer, "Prefiller", lambda own, most: done.append(("most", most)) or prefiller)
-    monkeypatch.setattr(service, "start", start)
-    monkeypatch.setattr(command.signal, "signal", lambda number, handler: handlers.update({number: handler}))
-    monkeypatch.setattr(command, "say", done.append)
-    words = ["--role", "prefill", "--name", "n", "--host", "h", "--port", "5", "--drain", "4", "--max-requests", "6"]
-    command._read_prompts(command.parser().parse_args(words))
-    assert done == [
-        "compiling", ("warmup", ("prefill", "pages")), ("most", 6), ("h", 5), "reading prompts for n at grpc://h:77",
-        ("stopped", 4.0), "closed",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("is_ready", [True, False])
-def test_a_worker_serves_until_it_is_told_to_end(monkeypatch, is_ready):
-    """It says that it serves once it has compiled; then requests get their time, and the rest is aborted."""
-    from m3jax.serve.worker import server
-
-    done, handlers = [], {}
-
-    class Own:
-        name = "n"
-
-        async def prepare(self):
-            if not is_ready:
-                await asyncio.Event().wait()
-
-        async def close(self, how):
-            done.append(how)
-
-    async def start(own, host, port):
-        async def stop(seconds):
-            done.append(("stopped", seconds))
-
-        asyncio.get_running_loop().call_later(0.02, lambda: handlers[command.signal.SIGTERM]())
-        return SimpleNamespace(stop=stop), 77
-
-    monkeypatch.setattr(server, "start", start)
-    monkeypatch.setattr(command, "say", done.append)
-    add = lambda loop, number, handler: handlers.update({number: handler})
-    monkeypatch.setattr(asyncio.SelectorEventLoop, "add_signal_handler", add)
-    args = command.parser().parse_args(["--host", "h", "--port", "0", "--drain", "4"])
-    asyncio.run(asyncio.wait_for(command._serve(args, Own()), 10))
-    served = ["serving n"] if is_ready else []
-    assert done == ["listening at grpc://h:77; compiling", *served, ("stopped", 4.0), "abort"]

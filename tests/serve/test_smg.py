@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from smg_grpc_proto import vllm_engine_pb2 as protocol
 from support.embedded import TOKENIZER
 from support.media import image_file
 from support.serving import clients
-from support.workers import SHAPE, collect, generate_request, settled, text_model
+from support.workers import SHAPE, collect, engine_alone, generate_request, settled, text_model
 
 from m3jax.assets import embedded_path
-from m3jax.decoding import Engine, Media, Params, Sampling
+from m3jax.decoding import Engine, Media
 from m3jax.media import process_image
 from m3jax.serve.worker import Worker
 from m3jax.serve.worker.server import start
@@ -193,9 +194,8 @@ def test_a_picture_that_smg_preprocessed_reaches_the_model(behind):
         prompt = "]~!b[]~b]system\nm3jax\nthink: off[e~[\n]~b]user\n"
         prompt += "]<]start of image[>[" + "]<]image[>[" * processed.tokens + "]<]end of image[>["
         prompt += "\nWhat color is the shape?[e~[\n]~b]ai\n</mm:think>"
-        params = Params(max_new_tokens=24, sampling=Sampling(temperature=0), stop_ids=(1,))
-        worker = behind.workers[0]
-        expected = worker._loop.submit(tuple(TOKENIZER.encode(prompt)), params, Media([processed])).result()
+        ids, media = TOKENIZER.encode(prompt), Media([processed])
+        expected = engine_alone(behind.workers[0], ids, media, max_new_tokens=24, stop_ids=(1,))
         assert found.choices[0].message.content == TOKENIZER.decode(expected.tokens)
         logprobs = [token.logprob for token in found.choices[0].logprobs.content]
         np.testing.assert_allclose(logprobs, expected.logprobs[: len(logprobs)], rtol=0, atol=1e-4)
@@ -203,10 +203,15 @@ def test_a_picture_that_smg_preprocessed_reaches_the_model(behind):
     assert said == ["Circle.", "Square."]
 
 
+def infos(behind) -> list[protocol.GetServerInfoResponse]:
+    """What each worker says of itself."""
+    return [behind.do(worker.GetServerInfo(protocol.GetServerInfoRequest())) for worker in behind.workers]
+
+
 def test_a_client_of_smg_that_goes_away_frees_its_pages(behind):
     stream = behind.chat("What is it?", stream=True, max_tokens=400, extra_body={"ignore_eos": True})
     next(iter(stream))
-    assert any(worker._active for worker in behind.workers)
+    assert any(info.active_requests for info in infos(behind))
     stream.close()
     for worker in behind.workers:
         behind.do(settled(worker))
@@ -221,10 +226,11 @@ def test_smg_sends_a_prompt_to_the_worker_that_knows_it(behind):
         ids = tuple(TOKENIZER.encode(prompt))
         behind.do(collect(worker, generate_request(prompt=ids, max_tokens=1)))
         time.sleep(0.5)  # for the event to get there
-        before = [each._received for each in behind.workers]
+        before = infos(behind)
         body = {"chat_template_kwargs": {"thinking_mode": "disabled"}}
         answer = behind.chat(text, extra_body=body, max_tokens=2)
-        asked = [each for each, when in zip(behind.workers, before, strict=True) if each._received > when]
+        changes = zip(behind.workers, before, infos(behind), strict=True)
+        asked = [each for each, old, new in changes if new.last_receive_timestamp > old.last_receive_timestamp]
         seen.append(asked == [worker])
         assert answer.usage.prompt_tokens == len(ids)
     assert seen == [True] * 4

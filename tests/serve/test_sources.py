@@ -72,7 +72,7 @@ def test_what_else_may_come(monkeypatch):
     assert "the status 302" in fetched(monkeypatch, (302, None, b""))[0]
     assert fetched(monkeypatch, TimeoutError())[0].endswith("cannot be fetched: TimeoutError")
     assert fetched(monkeypatch, OSError("no route"))[0].endswith("cannot be fetched: no route")
-    monkeypatch.setitem(sources_module._MOST_URL_BYTES, "image", 3)
+    monkeypatch.setattr(sources_module, "_MOST_URL_BYTES", {"image": 3})
     assert fetched(monkeypatch, (200, None, b"123"))[0] == b"123"
     assert "larger than 3 bytes" in fetched(monkeypatch, (200, None, b"1234"))[0]
     assert fetched(monkeypatch, (200, None, b"1"), hosts=("A.Example",), url="HTTP://A.EXAMPLE/")[0] == b"1"
@@ -84,34 +84,38 @@ def test_what_else_may_come(monkeypatch):
             Sources.of([wrong])
 
 
-def connected(monkeypatch, url: str, answer: bytes, most: int = 100):
-    """What `_get` returns, the port it looked up, the address it connected to, what it sent, and the name of TLS."""
-    ours, theirs = socket.socketpair()
-    seen = {}
-    theirs.sendall(answer)
-    theirs.shutdown(socket.SHUT_WR)
+def connected(monkeypatch, url: str, *answers: bytes, most: int = 100):
+    """What `read` returns where a host answers so, connection by connection, and what was seen of each of these."""
+    sockets, seen = [socket.socketpair() for _ in answers], []
+    for (_, theirs), answer in zip(sockets, answers, strict=True):
+        theirs.sendall(answer)
+        theirs.shutdown(socket.SHUT_WR)
+    left = [ours for ours, _ in sockets]
 
     def getaddrinfo(host, port, **_):
-        seen["looked up"] = (host, port)
+        seen.append({"looked up": (host, port)})
         return [(2, 1, 6, "", ("93.184.216.34", port)), (2, 1, 6, "", ("93.184.216.35", port))]
 
     def create_connection(address, timeout):
-        seen["connected"], seen["timeout"] = address, timeout
-        return ours
+        seen[-1] |= {"connected": address, "timeout": timeout}
+        return left.pop(0)
 
     class Context:
         def wrap_socket(self, plain, server_hostname):
-            seen["tls"] = server_hostname
+            seen[-1]["tls"] = server_hostname
             return plain
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(socket, "create_connection", create_connection)
     monkeypatch.setattr(ssl, "create_default_context", Context)
+    monkeypatch.setattr(sources_module, "_MOST_URL_BYTES", {"image": most})
     try:
-        found = Sources()._get(sources_module.urlsplit(url), most, time.monotonic() + 7.0)
-        return found, seen, theirs.recv(1 << 16).decode()
+        found = asyncio.run(Sources.of(["a.example"]).read("image", url))
+        sent = [theirs.recv(1 << 16).decode() for _, theirs in sockets]
+        return found, [each | {"sent": text} for each, text in zip(seen, sent, strict=True)]
     finally:
-        theirs.close()
+        for _, theirs in sockets:
+            theirs.close()
 
 
 @pytest.mark.parametrize(
@@ -125,24 +129,26 @@ def connected(monkeypatch, url: str, answer: bytes, most: int = 100):
 )
 def test_what_a_host_is_asked(monkeypatch, url, port, tls, path):
     """At the port of the URL or of its scheme, at the first of its addresses, in the time that is left."""
-    answer = b"HTTP/1.1 302 Found\r\nLocation: there\r\nContent-Length: 5\r\n\r\nmoved"
-    found, seen, sent = connected(monkeypatch, url, answer)
-    assert found == (302, "there", b"moved")
-    assert seen["looked up"] == ("a.example", port) and seen["connected"] == ("93.184.216.34", port)
-    assert seen.get("tls") == tls and 6 < seen["timeout"] <= 7
-    lines = sent.split("\r\n")
-    assert lines[0] == f"GET {path} HTTP/1.1" and "Accept-Encoding: identity" in lines and "User-Agent: m3jax" in lines
-    assert f"Host: a.example{'' if port in (80, 443) else f':{port}'}" in [line.removesuffix(":443") for line in lines]
+    moved = b"HTTP/1.1 302 Found\r\nLocation: /there\r\nContent-Length: 5\r\n\r\nmoved"
+    found, seen = connected(monkeypatch, url, moved, b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nfound")
+    assert found == b"found" and len(seen) == 2
+    for each, asked in zip(seen, (path, "/there"), strict=True):
+        assert each["looked up"] == ("a.example", port) and each["connected"] == ("93.184.216.34", port)
+        assert each.get("tls") == tls and 19 < each["timeout"] <= 20
+        lines = each["sent"].split("\r\n")
+        assert lines[0] == f"GET {asked} HTTP/1.1"
+        assert "Accept-Encoding: identity" in lines and "User-Agent: m3jax" in lines
+        host = f"Host: a.example{'' if port in (80, 443) else f':{port}'}"
+        assert host in [line.removesuffix(":443") for line in lines]
 
 
-def test_no_more_is_read_than_shows_that_it_is_too_much(monkeypatch):
+def test_a_body_of_a_host_has_as_many_bytes_as_may_be(monkeypatch):
+    """Also one whose length nobody says."""
     body = bytes(range(200))
-    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n" + body
-    for most, length in ((100, 101), (199, 200), (200, 200)):
-        found, *_ = connected(monkeypatch, HERE, answer, most)
-        assert found == (200, None, body[:length])
-    found, *_ = connected(monkeypatch, HERE, b"HTTP/1.0 200 OK\r\n\r\n" + body)  # whose length nobody says
-    assert found == (200, None, body[:101])
+    for head in (b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n"):
+        assert connected(monkeypatch, HERE, head + body, most=200)[0] == body
+        with pytest.raises(ValueError, match="larger than 199 bytes"):
+            connected(monkeypatch, HERE, head + body, most=199)
 
 
 def test_a_fetch_has_20_seconds(monkeypatch):
@@ -155,9 +161,6 @@ def test_a_fetch_has_20_seconds(monkeypatch):
     monkeypatch.setattr(Sources, "_get", get)
     asyncio.run(Sources.of(["a.example"]).read("image", HERE))
     assert len(deadlines) == 3 and 19 < deadlines[2] < deadlines[0] <= 20  # of all redirects together
-    assert 0 < sources_module._seconds_to(time.monotonic() + 0.5) <= 0.5
-    with pytest.raises(ValueError, match="it takes more than 20 seconds"):
-        sources_module._seconds_to(time.monotonic())
 
 
 def test_every_address_of_a_host_is_looked_at(monkeypatch):
@@ -173,7 +176,7 @@ def test_every_address_of_a_host_is_looked_at(monkeypatch):
 def test_folders_are_read_in_whole(tmp_path, monkeypatch):
     """A name is unquoted; as many bytes as may be, and no more."""
     (tmp_path / "a b.png").write_bytes(b"123")
-    monkeypatch.setitem(sources_module._MOST_URL_BYTES, "image", 3)
+    monkeypatch.setattr(sources_module, "_MOST_URL_BYTES", {"image": 3})
     sources = Sources.of([str(tmp_path), "a.example"])
     assert (sources.folders, sources.hosts) == ((tmp_path.resolve(),), frozenset({"a.example"}))
     read = lambda name: asyncio.run(sources.read("image", f"file://{tmp_path}/{name}"))

@@ -19,6 +19,7 @@ from support.workers import (
     answer,
     answers,
     collect,
+    engine_alone,
     generate_request,
     new_worker,
     on_engine,
@@ -27,12 +28,11 @@ from support.workers import (
     until,
 )
 
-from m3jax.decoding import Params, Sampling
+from m3jax.decoding import Sampling
 from m3jax.decoding.loop import LoopClosed, LoopFull
 from m3jax.serve.worker import worker as worker_module
 from m3jax.serve.worker.answers import StopFinder
 from m3jax.serve.worker.fields import READ, REFUSED, check_fields
-from m3jax.serve.worker.kv_events import KvEvents
 from m3jax.serve.worker.tokenizer_files import pieces, tokenizer_archive
 from m3jax.version import VERSION
 
@@ -42,11 +42,6 @@ GREEDY = Sampling(temperature=0)
 @pytest.fixture(scope="module")
 def worker():
     return shared_worker()
-
-
-def engine_alone(worker, prompt=PROMPT, **params):
-    """Return the continuation that the engine gives without the worker's layer."""
-    return worker._loop.submit(prompt, Params(**dict(max_new_tokens=8, sampling=GREEDY) | params)).result()
 
 
 # Generate
@@ -596,42 +591,3 @@ def test_kv_events_say_what_the_engine_knows(worker):
     assert child.parent_block_hash == parent.blocks[0].block_hash
     assert cleared.events[-1].HasField("cleared")
     assert again == cleared
-
-
-def test_kv_events_of_pictures_without_a_hash_and_what_follows_them_are_not_told():
-    from m3jax.cache import PageEvent
-
-    events = KvEvents(2)
-    for event in (
-        PageEvent("stored", 0, None, (5, 6)),
-        PageEvent("stored", 1, 0, (-7, -8)),
-        PageEvent("stored", 2, 1, (5, 6)),
-        PageEvent("evicted", 1),
-        PageEvent("evicted", 0),
-    ):
-        events.note(event)
-    kinds = [event.WhichOneof("data") for event in events._pending]
-    assert kinds == ["stored", "removed"]
-
-
-def test_a_subscriber_that_does_not_read_gets_the_state_instead():
-    from m3jax.cache import PageEvent
-
-    async def run():
-        events = KvEvents(1)
-        events.note(PageEvent("stored", 0, None, (5,)))
-        stream = events.subscribe(0)
-        await anext(stream)
-        for number in range(1, 1500):
-            events.note(PageEvent("stored", number, None, (number,)))
-            await asyncio.sleep(0)  # each is a batch of its own
-        batch = await anext(stream)
-        assert batch.HasField("snapshot") and batch.snapshot.blocks == 1500
-        blocks = len(batch.events) - 1
-        for _ in range(batch.snapshot.count - 1):
-            batch = await anext(stream)
-            blocks += len(batch.events)
-        assert blocks == 1500 and batch.sequence_number == events._sequence
-        await stream.aclose()
-
-    asyncio.run(run())

@@ -6,7 +6,8 @@ import re
 import signal
 import subprocess
 import sys
-from unittest import mock
+import threading
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -14,8 +15,10 @@ from smg_grpc_proto import vllm_engine_pb2 as protocol
 from smg_grpc_proto import vllm_engine_pb2_grpc as services
 from support.workers import PROMPT, generate_request, text_model
 
+from m3jax import transfer
 from m3jax.decoding import Engine
-from m3jax.serve.worker import command, main, worker
+from m3jax.serve.worker import command, main, server, worker
+from m3jax.transfer import service
 
 START = "import sys; from m3jax.serve.worker import main; sys.exit(main(sys.argv[1:]))"
 SMALL = ["--port", "0", "--dtype", "float32", "--max-length", "64", "--max-batch", "1", "--name", "small"]
@@ -52,25 +55,11 @@ def test_it_serves_until_sigterm_and_lets_requests_end():
         process.stderr.close()
 
 
-def test_what_is_wrong_is_one_line(capsys, tmp_path):
-    """Without a traceback, and before anything is loaded."""
-    for argv, reason in (
-        (["--port", "70000"], "65535"),
-        (["--ports", "5"], "--ports"),
-        (["--model", str(tmp_path / "none")], "none"),
-    ):
-        assert main(argv) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert reason in line
-
-
-def test_a_missing_extra_is_named(capsys):
-    absent = lambda name: None if name == "llguidance" else object()
-    with mock.patch.object(command, "find_spec", absent):
-        assert main([]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "m3jax.serve worker: error: llguidance is not installed: pip install 'm3jax[serve]'"
-    ]
+def test_a_folder_that_is_none_is_one_line(capsys, tmp_path):
+    """Without a traceback."""
+    assert main(["--model", str(tmp_path / "none")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "none" in line
 
 
 def test_on_a_cpu_fewer_requests_decode_in_smaller_calls(monkeypatch):
@@ -106,15 +95,11 @@ def test_on_a_cpu_fewer_requests_decode_in_smaller_calls(monkeypatch):
 
 @pytest.mark.parametrize("is_sized", [False, True])
 @pytest.mark.parametrize("role", ["both", "prefill"])
-def test_an_engine_is_made_as_the_arguments_say(monkeypatch, role, is_sized):
+def test_an_engine_is_made_as_the_arguments_say(monkeypatch, capsys, role, is_sized):
     """What they leave open is the engine's own default."""
-    from m3jax.cli.arguments import check_draft
-
     words = ["--role", role, "--model", "M", "--dtype", "float32", "--steps-per-call", "3"]
     sizes = ["--pages", "9", "--max-batch", "2", "--max-length", "64", "--mesh", "data=2", "--invariant"]
     draft = ["--weights", "mxfp8", "--draft", "ngram", "--draft-tokens", "2"]
-    args = command.parser().parse_args([*words, *(sizes + draft if is_sized else [])])
-    check_draft(args)
     made = {}
 
     def make(folder, **knobs):
@@ -123,9 +108,78 @@ def test_an_engine_is_made_as_the_arguments_say(monkeypatch, role, is_sized):
 
     monkeypatch.setattr(worker, "engine_from_pretrained", make)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
-    with pytest.raises(ValueError, match="enough"):
-        command._work(args, None) if role == "both" else command._read_prompts(args)
+    assert main([*words, *(sizes + draft if is_sized else [])]) == 2 and "enough" in capsys.readouterr().err
     defaults = dict(folder="M", dtype="float32", weights="dequantize", invariant=False, max_batch=8, draft_tokens=3)
     given = dict(pages=9, max_batch=2, max_length=64, mesh="data=2", invariant=True, weights="mxfp8", draft="ngram")
     steps = {"steps_per_call": 3} if role == "both" else {}
     assert made == defaults | steps | (given | {"draft_tokens": 2} if is_sized else {})
+
+
+@pytest.fixture
+def process(monkeypatch, unchecked) -> SimpleNamespace:
+    """What a worker's process does, its engine and its network left out; `stop` is what SIGTERM calls."""
+    found = SimpleNamespace(done=[], stop=None)
+    engine = SimpleNamespace(warmup=lambda programs: found.done.append(("warmup", programs)))
+    monkeypatch.setattr(worker, "engine_from_pretrained", lambda *_, **__: (engine, "lm"))
+    monkeypatch.setattr(command, "say", found.done.append)
+    note = lambda number, handler: setattr(found, "stop", handler)
+    monkeypatch.setattr(command.signal, "signal", note)
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "add_signal_handler", lambda loop, *given: note(*given))
+    return found
+
+
+def test_a_process_that_reads_prompts_ends_in_order(monkeypatch, process):
+    """Told to end it lets transfers end for so long, and then closes what reads."""
+    done = process.done
+    prefiller = SimpleNamespace(close=lambda: done.append("closed"))
+    stop = lambda seconds: SimpleNamespace(wait=lambda: done.append(("stopped", seconds)))
+
+    def start(given, host, port):
+        assert given is prefiller
+        done.append((host, port))
+        threading.Timer(0.05, lambda: process.stop()).start()
+        return SimpleNamespace(stop=stop), 77
+
+    monkeypatch.setattr(transfer, "Prefiller", lambda own, most: done.append(("most", most)) or prefiller)
+    monkeypatch.setattr(service, "start", start)
+    words = ["--role", "prefill", "--name", "n", "--host", "h", "--port", "5", "--drain", "4", "--max-requests", "6"]
+    assert main(words) == 0
+    assert done == [
+        "compiling", ("warmup", ("prefill", "pages")), ("most", 6), ("h", 5), "reading prompts for n at grpc://h:77",
+        ("stopped", 4.0), "closed",
+    ]  # fmt: skip
+
+
+async def for_ever():
+    await asyncio.Event().wait()
+
+
+async def at_once():
+    pass
+
+
+async def fail():
+    raise ValueError("no room")
+
+
+@pytest.mark.parametrize("prepare", [at_once, for_ever, fail])
+def test_a_worker_serves_until_it_is_told_to_end(monkeypatch, capsys, process, prepare):
+    """It says that it serves once it has compiled, and ends if it cannot; what goes on gets its time, then it ends."""
+    done = process.done
+
+    async def noted(what):
+        done.append(what)
+
+    made = SimpleNamespace(name="n", prepare=prepare, check_prefill=lambda seconds: None, close=noted)
+
+    async def start(own, host, port):
+        if prepare is not fail:
+            asyncio.get_running_loop().call_later(0.02, lambda: process.stop())
+        return SimpleNamespace(stop=lambda seconds: noted(("stopped", seconds))), 77
+
+    monkeypatch.setattr(worker, "Worker", lambda *_, **__: made)
+    monkeypatch.setattr(server, "start", start)
+    assert main(["--host", "h", "--port", "0", "--drain", "4"]) == (2 if prepare is fail else 0)
+    assert ("no room" in capsys.readouterr().err) == (prepare is fail)
+    served = ["serving n"] if prepare is at_once else []
+    assert done == ["listening at grpc://h:77; compiling", *served, ("stopped", 4.0), "abort"]

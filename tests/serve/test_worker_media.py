@@ -13,9 +13,9 @@ from smg_grpc_proto import vllm_engine_pb2 as protocol
 from smg_grpc_proto.generated import common_pb2
 from support.embedded import TOKENIZER
 from support.media import noise_patches
-from support.workers import answers, collect, generate_request, settled, shared_worker
+from support.workers import answers, collect, engine_alone, generate_request, settled, shared_worker
 
-from m3jax.decoding import Media, Params, Sampling
+from m3jax.decoding import Media
 from m3jax.serve.worker.tensors import MediaReader
 
 IMAGE, VIDEO, START, END = map(
@@ -65,8 +65,7 @@ def assert_seen(made: protocol.GenerateRequest, tokens, media: Media) -> None:
     """Fail unless the answer is the engine's for this prompt and these pictures."""
     worker = shared_worker()
     ((complete,),) = answers(worker, made)
-    params = Params(max_new_tokens=8, sampling=Sampling(temperature=0))
-    expected = worker._loop.submit(tokens, params, media).result()
+    expected = engine_alone(worker, tokens, media)
     assert list(complete.output_ids) == expected.tokens
     np.testing.assert_allclose(complete.output_logprobs.token_logprobs, expected.logprobs, rtol=0, atol=1e-4)
     asyncio.run(settled(worker))
@@ -131,8 +130,11 @@ def test_kv_events_name_the_pictures_of_a_page():
         await collect(worker, made)
         await settled(worker)
         batches, found = [], []
-        while not found or worker._pages._pending:
-            batches.append(await asyncio.wait_for(anext(stream), 20))
+        while True:
+            try:
+                batches.append(await asyncio.wait_for(anext(stream), 0.3 if found else 20))
+            except TimeoutError:  # there are no more
+                break
             found = [event.stored for each in batches for event in each.events if event.HasField("stored")]
         await stream.aclose()
         return [block for each in found for block in each.blocks]

@@ -17,7 +17,7 @@ from support.workers import (
 
 from m3jax.cache import OutOfPages
 from m3jax.decoding import Engine
-from m3jax.serve.worker import Worker, command, main
+from m3jax.serve.worker import Worker
 from m3jax.transfer import PrefillClient, Prefiller, TransferError, service
 
 LONG = PROMPT * 3  # several pages, the last one in part
@@ -162,15 +162,3 @@ def test_a_prefiller_that_is_gone_is_told(pair):
     asyncio.run(settled(worker))
     with pytest.raises(ValueError, match="does not read prompts"):
         worker.check_prefill(0)
-
-
-def test_wrong_addresses_and_roles_are_one_line(capsys):
-    for argv, reason in (
-        (["--prefill-from", "here"], "--prefill-from here: give it as grpc://HOST:PORT"),
-        (["--role", "prefill", "--prefill-from", "grpc://a:1"], "--role prefill"),
-        (["--role", "decode"], "decode"),
-    ):
-        assert main(argv) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert reason in line
-    assert command.parser().parse_args(["--prefill-from", "grpc://a:1"]).prefill_from == ["grpc://a:1"]

@@ -1,14 +1,14 @@
 """One worker over the embedded model for all tests of a process, and requests for it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as protocol
 from support.embedded import TOKENIZER
 
-from m3jax.decoding import Engine
+from m3jax.decoding import Engine, Media, Params, Sampling
 from m3jax.serve.worker import Worker
 from m3jax.text_model import TextModel
 
@@ -75,7 +75,8 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 async def settled(worker: Worker) -> None:
     """Wait until no request goes on, and check that no page is lost."""
-    await until(lambda: not worker._active)
+    while (await worker.GetServerInfo(protocol.GetServerInfoRequest())).active_requests:
+        await asyncio.sleep(0.01)
     await on_engine(worker, lambda: None)
     await until(lambda: not worker.engine.busy)
     used = await on_engine(worker, lambda: (worker.engine.check(), worker.engine.pages["used"])[1])
@@ -84,3 +85,9 @@ async def settled(worker: Worker) -> None:
 
 def on_engine(worker: Worker, order: Callable[[], Any]) -> Awaitable[Any]:
     return worker._on_engine(order)
+
+
+def engine_alone(worker: Worker, prompt: Sequence[int] = PROMPT, media: Media | None = None, **params: Any):
+    """Return the continuation that the engine gives without the worker's layer: greedy and of 8 tokens by default."""
+    asked = Params(**dict(max_new_tokens=8, sampling=Sampling(temperature=0)) | params)
+    return worker._loop.submit(tuple(prompt), asked, media).result()
