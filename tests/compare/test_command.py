@@ -6,16 +6,21 @@ import sys
 import zipfile
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from support import tiny
 from support.dumps import TINY, VECTORS, golden, written
 
+from m3jax.compare import __main__ as entry
 from m3jax.compare import running
 from m3jax.compare.__main__ import main
 from m3jax.compare.sides import Source
 from m3jax.progress import Activity
+
+CONFIG = tiny.config("dMM", hidden_size=12, dense_intermediate_size=24)
 
 
 def run(*args: object) -> int:
@@ -206,3 +211,65 @@ def test_bad_input_is_one_line(kind, tmp_path, capsys, unchecked):
     streams = capsys.readouterr()
     assert streams.out == "" and streams.err.count("\n") == 1, streams.err
     assert streams.err.startswith("m3jax.compare: error: ") and words in streams.err, streams.err
+
+
+def test_what_a_comparison_reads_and_runs(monkeypatch, unchecked):
+    """Dumps first: what they say of prompts and of the model holds for what runs live; each wait is named."""
+    told, calls = [], []
+    line = SimpleNamespace(
+        say=told.append, timed=lambda text: told.append(f"({text})") or nullcontext()
+    )  # fmt: skip
+    monkeypatch.setattr(running, "activity", lambda about: nullcontext(line))
+    ids = {"tokens": [np.array([[1, 2, 3]])]}
+    monkeypatch.setattr(running, "from_files", lambda path: Source(path, ids if "with" in path else {}))
+    run = lambda engine: lambda *given: calls.append((engine, *given)) or Source(given[0], {}, CONFIG)
+    monkeypatch.setattr(running, "run_m3jax", run("ours"))
+    monkeypatch.setattr(running, "run_transformers", run("theirs"))
+    monkeypatch.setattr(running, "side", lambda source, config, lengths, user_map: (source.label, config, lengths))
+    monkeypatch.setattr(running, "compare", lambda *given: given)
+    compare_sides = running.compare_sides
+    found = compare_sides("m3jax:folder", "with", dtype="float64", mesh="tensor=2", rtol=0.5)
+    assert found == (("m3jax:folder", CONFIG, [3]), ("with", CONFIG, [3]), CONFIG, 0.5, None)
+    assert calls == [("ours", "m3jax:folder", "folder", [[1, 2, 3]], "float64", "tensor=2")]
+    assert told == [
+        "reading m3jax:folder", "reading with", "(compiling and running m3jax:folder)",
+        "(comparing m3jax:folder with with)",
+    ]  # fmt: skip
+    calls.clear()
+    found = compare_sides("with", "transformers:other", [[7, 8], [9]], atol=0.25)
+    assert found[0] == ("with", CONFIG, [2, 1]) and found[3:] == (None, 0.25)
+    assert calls == [("theirs", "transformers:other", "other", [[7, 8], [9]], "float32")]
+    with pytest.raises(ValueError, match=r"transformers:other: which prompts\? give --prompt-tokens"):
+        compare_sides("none", "transformers:other")
+    assert compare_sides("none", "with:out")[:2] == (("none", None, [3]), ("with:out", None, [3]))
+
+
+def test_a_command_compares_what_it_was_asked_for(monkeypatch, unchecked):
+    """What a page needs is checked first; the exit status says whether something is beyond what was allowed."""
+    done = []
+    note = lambda name, result=None: lambda *given, **named: done.append((name, given, named)) or result
+    report = SimpleNamespace(beyond=[])
+    monkeypatch.setattr(entry, "check_plots", note("plots"))
+    monkeypatch.setattr(entry, "raise_interrupts", note("interrupts"))
+    monkeypatch.setattr(entry, "write", note("write"))
+    monkeypatch.setattr("m3jax.cli.settings.settings", lambda *given: nullcontext(note("settings")(*given)))
+    monkeypatch.setattr("m3jax.compare.running.compare_sides", note("compare", report))
+    monkeypatch.setattr("m3jax.compare.text.lines_of", lambda found: ["one", "two"] if found is report else [])
+    monkeypatch.setattr("m3jax.compare.page.write_html", note("html"))
+    words = ["A", "B", "--prompt-tokens", "1,2", "--prompt-tokens", "3", "--rtol", "0.5", "--atol", "0.25", "--dtype",
+             "bfloat16", "--mesh", "data=2", "--map", "names.json", "--config", "folder"]  # fmt: skip
+    for more, beyond in (([], []), (["--html", "page.html"], ["something"])):
+        done.clear()
+        report.beyond[:] = beyond
+        args = entry.parser().parse_args([*words, *more])
+        assert entry.run(args) == len(beyond)
+        compared = ("A", "B", [[1, 2], [3]]), dict(
+            rtol=0.5, atol=0.25, names=args.map, config=args.config, dtype="bfloat16", mesh="data=2"
+        )  # fmt: skip
+        expected = [
+            ("interrupts", (), {}), ("settings", (args, "m3jax.compare"), {}), ("compare", *compared),
+            ("write", ("one\ntwo\n",), {}),
+        ]  # fmt: skip
+        if more:
+            expected = [("plots", ("--html",), {}), *expected, ("html", (args.html, report), {})]
+        assert done == expected

@@ -13,7 +13,7 @@ from support.dumps import TINY, VECTORS, golden, written
 
 from m3jax.compare.flips import find_flips
 from m3jax.compare.layouts import Rows, aligned, layouts
-from m3jax.compare.names import meanings
+from m3jax.compare.names import TABLES, meanings
 from m3jax.compare.quantities import LAYER_NAMES, in_order, quantity
 from m3jax.compare.report import compare
 from m3jax.compare.running import compare_sides
@@ -255,6 +255,13 @@ def test_verdicts_tell_rounding_from_more_that_a_tolerance_allows():
     assert of_numbers(right, (1.06 * right).astype(ml_dtypes.bfloat16)).verdict == "within tolerance"
 
 
+def test_a_relative_error_is_of_the_numbers_that_are_finite():
+    of = lambda one, other: of_numbers(np.array([one]), np.array([other])).errors["layers.1.ffn_out"]
+    assert of([3.0, 4.0], [3.0, 4.5]) == pytest.approx(0.1)
+    assert of([3.0, 4.0, np.inf], [3.0, 4.5, np.inf]) == pytest.approx(0.1)
+    assert of([3.0, 4.0], [3.0, np.nan]) == np.inf and of([0.0], [0.0]) == 0.0 and of([0.0], [1e-9]) == np.inf
+
+
 @pytest.mark.parametrize("size", [1.0, 1e150])
 def test_an_infinity_agrees_with_itself_alone(size):
     """Whatever the tolerance, and where numbers are so large that a tolerance overflows."""
@@ -371,6 +378,19 @@ def test_each_engines_names_are_told_apart():
     assert len(found) == 2
     found = meanings([stem + "mlp.topk.1", stem + "self_attn.index_qkv_proj.0", stem + "mlp"])
     assert found[stem + "self_attn.index_qkv_proj.0"].names == ("layers.3.index_q_proj", "layers.3.index_k_proj")
+
+
+def test_a_table_of_names_goes_from_modules_to_quantities():
+    """Each row of each engine's table: its second column are quantities of this package, its third their axes."""
+    for engine, rows in TABLES.items():
+        assert len({module for module, *_ in rows}) == len(rows), engine
+        for module, kinds, *axes in rows:
+            where = "layers.0." if re.search(r"(\.|-)N(\.|$)", module) else ""
+            meant = [quantity(where + kind) for kind in kinds.split()]
+            assert all(meant) and quantity(module.replace("N", "0")) in (None, *meant), (engine, module, kinds)
+            for letters in axes:
+                parts = set(letters.split())
+                assert set(meant[0].axes) - {"X"} <= parts <= set(meant[0].axes) | {"B", "T"}, (engine, module, letters)
 
 
 def test_the_map_of_the_page_is_read(tmp_path):

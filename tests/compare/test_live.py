@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support import oracle
+from support.dumps import TINY
 
+from m3jax.checkpoint import load
 from m3jax.compare.__main__ import main
+from m3jax.compare.live import run_m3jax
 from m3jax.compare.running import compare_sides
+from m3jax.config import M3Config
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = "m3"
@@ -73,8 +77,6 @@ def test_the_pages_hooks_dump_what_the_tool_reads(folder, tmp_path, monkeypatch,
 @pytest.mark.further  # what a mesh computes: tests/model
 def test_a_model_on_a_mesh_gives_the_same_values():
     """Two KV heads on two devices."""
-    from m3jax.compare.live import run_m3jax
-
     folder, prompt = str(ROOT / "vectors" / "model" / "tiny"), [[*range(16)]]
     one, other = (run_m3jax("x", folder, prompt, "float32", mesh) for mesh in (None, "tensor=2"))
     for name, (array,) in one.arrays.items():
@@ -98,3 +100,26 @@ def test_a_folder_without_a_tensor_is_one_line(folder, tmp_path, capsys):
     assert main([f"transformers:{copy}", f"m3jax:{folder}", "--prompt-tokens", "1,2,3"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "k_norm" in err and json.dumps(str(copy))[1:-1] in err, err
+
+
+def test_prompts_are_of_the_model_s_tokens_and_context():
+    config = M3Config.from_pretrained(TINY)
+    most, vocabulary = config.max_position_embeddings, config.vocab_size
+    for prompts, message in (
+        ([[1], []], "prompt 2 has no token"),
+        ([[1, vocabulary, 65]], f"prompt 1: token {vocabulary}, and the model has 0 to {vocabulary - 1}"),
+        ([[-1]], "prompt 1: token -1, and"),
+        ([[1] * (most + 1)], f"prompt 1: {most + 1} tokens, and the model takes {most}"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_m3jax("x", str(TINY), prompts, "float32", None)
+
+
+def test_scores_of_experts_have_their_bias():
+    """Which the selection is of; transformers has them nowhere."""
+    arrays = {name: x for name, (x,) in run_m3jax("x", str(TINY), [[5, 9, 4]], "float32", None).arrays.items()}
+    model = load(TINY, "float32")
+    for layer in (1, 2):
+        expected = 1 / (1 + np.exp(-arrays[f"layers.{layer}.router_logits"]))
+        expected += np.asarray(model.layer(layer).mlp.e_score_correction_bias[0])
+        np.testing.assert_allclose(arrays[f"layers.{layer}.router_scores"], expected, rtol=1e-5)

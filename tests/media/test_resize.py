@@ -9,8 +9,7 @@ from support.comparisons import assert_equal
 from support.media import picture
 
 from m3jax.media import resize_bicubic, resize_definition
-from m3jax.media.bicubic import Taps, bicubic_taps
-from m3jax.media.resize import _exact_dtype
+from m3jax.media.bicubic import bicubic_taps
 
 AXES = "height width color"
 # 1x1 and 13x2600 of the table of sizes, both ways; sides that stay, and that shrink so far that float32 is too narrow.
@@ -57,21 +56,6 @@ def test_the_fast_resize_is_its_definition(size, target, seed):
     image = contrasts(*size, seed)
     ours = resize_bicubic(image, *target)
     assert_equal(ours, resize_definition(image, *target), f"bytes of {size} to {target}", AXES)
-
-
-def test_floats_are_wide_enough_where_weights_are_fine():
-    """A side shrunk more than about 3 times has weights of 17 bits, whose sums float32 would round."""
-    dtypes = {scale: _exact_dtype(bicubic_taps(56 * scale, 56)) for scale in (1, 2, 3, 5, 16)}
-    assert dtypes == {1: np.float32, 2: np.float32, 3: np.float32, 5: np.float64, 16: np.float64}
-
-
-def test_float32_holds_integers_of_24_bits():
-    """The largest sum is 128 times the weights' magnitudes; it and 16 bits of a fraction are just held."""
-    for magnitudes, bits, dtype in (
-        ([1 << 16, -(1 << 16)], 16, np.float32), ([1 << 16, -(1 << 16) - 1], 16, np.float64), ([5], 17, np.float64)
-    ):  # fmt: skip
-        weights = np.array(magnitudes)[:, None]
-        assert _exact_dtype(Taps(np.zeros(1, np.int64), np.hstack([weights, weights * 0]), bits)) == dtype
 
 
 def test_no_more_pixels_are_read_than_the_cubic_reaches():

@@ -259,7 +259,5 @@ def test_a_token_s_bytes_are_its_own(decoder):
         ]
     for wrong in (-1, known.vocab_size):
         for refuses in (known.token_bytes, known.stream().push):
-            with pytest.raises(
-                ValueError, match=f"id {wrong} is not in the vocabulary of {known.vocab_size} ids"
-            ):
+            with pytest.raises(ValueError, match=f"id {wrong} is not in the vocabulary of {known.vocab_size} ids"):
                 refuses(wrong)
