@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m3jax.console import Parser, run_command, run_program, say
-from m3jax.hosts.arguments import add_hosts, check_hosts
-from m3jax.interrupts import raise_interrupts
+from m3jax.hosts.arguments import add_hosts
 from m3jax.train.convert_command import convert_parser, run_convert
-from m3jax.train.options import add_options, check_options, remat_of
+from m3jax.train.options import add_options, check_options, remat_of, run_on_hosts
 from m3jax.train.sft_command import merge_parser, run_merge, run_sft, sft_parser
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from m3jax.train.grpo import RunSettings
 
 PROG = "m3jax.train"
+COMMANDS = {"sft": (sft_parser, run_sft), "merge": (merge_parser, run_merge), "convert": (convert_parser, run_convert)}
 REPLAY = {"experts": "expert_ids", "blocks": "blocks", "support": "support"}
 
 
@@ -38,12 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit status, as `m3jax.console.run_command` has it.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["sft"]:
-        return run_command(f"{PROG} sft", sft_parser(f"{PROG} sft"), run_sft, words[1:])
-    if words[:1] == ["merge"]:
-        return run_command(f"{PROG} merge", merge_parser(f"{PROG} merge"), run_merge, words[1:])
-    if words[:1] == ["convert"]:
-        return run_command(f"{PROG} convert", convert_parser(f"{PROG} convert"), run_convert, words[1:])
+    if words and words[0] in COMMANDS:
+        prog, (make_parser, run_one) = f"{PROG} {words[0]}", COMMANDS[words[0]]
+        return run_command(prog, make_parser(prog), run_one, words[1:])
     return run_command(PROG, parser(), run, words)
 
 
@@ -124,16 +121,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--replay {unknown[0]}: choose of {', '.join(REPLAY)}")
     if not Path(args.task).is_file():
         raise ValueError(f"--task {args.task}: no such file")
-    check_hosts(args)
-    raise_interrupts()
-    from m3jax.compile_cache import compile_cache
-    from m3jax.hosts.run import on_hosts
-
     settings = _settings(args, names)
     args.out.mkdir(parents=True, exist_ok=True)
-    with compile_cache():
-        on_hosts(args, f"{PROG} grpo", lambda channel: _train(args, settings, channel))
-    return 0
+    return run_on_hosts(args, f"{PROG} grpo", lambda channel: _train(args, settings, channel))
 
 
 def _settings(args: argparse.Namespace, replay: Sequence[str]) -> "RunSettings":

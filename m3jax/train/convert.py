@@ -14,18 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from m3jax.model import M3
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
 from m3jax.msa.definition import chosen_tokens
-from m3jax.parallel import put, read
+from m3jax.parallel import read
 from m3jax.progress import activity
 from m3jax.train.conversations import Example
 from m3jax.train.dense import index_weights, with_index_weights
-from m3jax.train.losses import mean_attention
+from m3jax.train.losses import drawn_offset, mean_attention
 from m3jax.train.packing import PackedPages, pack, packed_row, slots_of
 from m3jax.train.programs import jit_for_training
 from m3jax.train.sft import (
@@ -35,12 +34,11 @@ from m3jax.train.sft import (
     SFTSettings,
     check_rows,
     check_same_run,
-    drawn_offset,
     fine_tune,
     index_losses,
 )
 from m3jax.train.sft import token_losses as losses_of_tokens
-from m3jax.train.step import cast_weights, check_trainable, first_state, init_state, make_optimizer
+from m3jax.train.step import cast_weights, check_trainable, first_state, init_state, make_optimizer, on_data_axis
 
 WARM_UP, SELECTING = "warm-up", "sparse"  # the phases, as a line of the metrics has them
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
@@ -92,12 +90,10 @@ class ConvertSettings:
       warm_up: of the phase that trains the index branch alone.
       sparse: of the phase that trains the model under its selection; `index_loss` is the weight of the branch's loss,
         0 leaves the branch as the warm-up left it, to the bit (T32).
-      index_stride: every how many tokens of a row the index loss looks at.
     """
 
     warm_up: SFTSettings
     sparse: SFTSettings
-    index_stride: int = 8
 
 
 def convert(
@@ -159,7 +155,7 @@ def convert(
     look("before", model)
     optimizer = make_optimizer(warm_up.rate, warm_up.weight_decay, clip_norm=warm_up.clip_norm)
     state = first_state(index_weights(model), optimizer, model)
-    loss_fn = WarmUpLoss(settings.index_stride, warm_up.compute_dtype)
+    loss_fn = WarmUpLoss(compute_dtype=warm_up.compute_dtype)
     base = {"base": cast_weights(model, warm_up.compute_dtype)}
     state = fine_tune(
         state, batches[WARM_UP], optimizer, loss_fn, warm_up, folder / WARM_UP, metrics, shared=base,
@@ -172,7 +168,7 @@ def convert(
     optimizer = make_optimizer(
         sparse.rate, sparse.weight_decay, frozen_index=not sparse.index_loss, clip_norm=sparse.clip_norm
     )
-    loss_fn = SFTLoss(sparse.index_loss, settings.index_stride, sparse.compute_dtype, sparse.remat)
+    loss_fn = SFTLoss(sparse.index_loss, compute_dtype=sparse.compute_dtype, remat=sparse.remat)
     state = init_state(model, optimizer)
     del model  # the state has a copy
     state = fine_tune(
@@ -203,10 +199,7 @@ def measure(
     """
     totals: Any = None
     for batch in _in_rows(documents, length, rows, model.config.index_block_size):
-        if model.mesh is not None:
-            of_rows = NamedSharding(model.mesh, PartitionSpec("data"))
-            batch = {name: put(x, of_rows) for name, x in batch.items()}
-        found = read(_measures(model, batch, compute_dtype))
+        found = read(_measures(model, on_data_axis(batch, model.mesh), compute_dtype))
         totals = found if totals is None else jax.tree.map(np.add, totals, found)
     targets, queries = float(totals["targets"]), float(totals["queries"])
     shares = lambda name: [float(x) / queries for x in totals[name]] if queries else None

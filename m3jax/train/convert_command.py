@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from m3jax.console import Parser, say
-from m3jax.hosts.arguments import add_hosts, check_hosts
-from m3jax.interrupts import raise_interrupts
-from m3jax.train.options import add_options, check_options, remat_of
+from m3jax.hosts.arguments import add_hosts
+from m3jax.train.options import add_options, check_options, remat_of, run_on_hosts
 
 
 def convert_parser(prog: str) -> Parser:
@@ -72,14 +71,7 @@ def run_convert(args: argparse.Namespace) -> int:
     warm_up_steps = max(1, args.steps // 4) if args.warm_up_steps is None else args.warm_up_steps
     if not 0 < warm_up_steps < args.steps:
         raise ValueError(f"--warm-up-steps {warm_up_steps}: must be from 1 to {args.steps - 1}, fewer than --steps")
-    check_hosts(args)
-    raise_interrupts()
-    from m3jax.compile_cache import compile_cache
-    from m3jax.hosts.run import on_hosts
-
-    with compile_cache():
-        on_hosts(args, "m3jax.train convert", lambda _: _convert(args, warm_up_steps))
-    return 0
+    return run_on_hosts(args, "m3jax.train convert", lambda _: _convert(args, warm_up_steps))
 
 
 def _convert(args: argparse.Namespace, warm_up_steps: int) -> None:

@@ -202,7 +202,7 @@ def read_dense_with_report(
       ValueError: as `read_dense`.
     """
     folder, mesh = Path(folder), as_mesh(mesh)
-    source = read_dense_config(folder)
+    source = _read_config(folder)
     config = dense_config(source, **settings)
     stored = read_folder(folder)
     by_name = {canonical(name)[0]: tensor for name, tensor in stored.tensors.items() if "rotary_emb" not in name}
@@ -254,16 +254,8 @@ def _places(config: M3Config) -> dict[str, Target]:
     return {name: target for name, target in targets(config).items() if not any(part in name for part in absent)}
 
 
-def read_dense_config(folder: str | Path) -> dict[str, Any]:
-    """Return the parsed config.json of a folder.
-
-    Args:
-      folder: in the hub's layout.
-
-    Raises:
-      ValueError: no such folder, no config.json in it, or one that is no JSON.
-    """
-    folder = Path(folder)
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the parsed config.json of a folder, or say what is missing."""
     if not folder.is_dir():
         raise ValueError(f"{printable(str(folder))}: no such folder; give a dense model's, in the hub's layout")
     file = current_file(folder, "config.json")

@@ -15,8 +15,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float32
 
 from m3jax.decoding import Engine, Params, Sampling
@@ -26,10 +24,10 @@ from m3jax.dialogue.answer import stop_ids
 from m3jax.execution import Remat
 from m3jax.messages import shown
 from m3jax.model import M3
-from m3jax.parallel import put, read
+from m3jax.parallel import read
 from m3jax.progress import activity
 from m3jax.text import ChatTemplate, Message, OutputParser, Tokenizer
-from m3jax.train.keeping import keep, restored
+from m3jax.train.keeping import keep, keep_whole, restored, states_in
 from m3jax.train.metric_lines import MetricLines
 from m3jax.train.policy import PROB_ERROR_ALARM, Baseline, PolicyLoss, group_advantages, mismatch
 from m3jax.train.rewards import TaskError, TrainingTask
@@ -44,7 +42,7 @@ from m3jax.train.rollouts import (
 )
 from m3jax.train.sft import check_same_run
 from m3jax.train.shared_prompts import GroupLayout
-from m3jax.train.step import TrainState, cast_weights, init_state, make_optimizer, train_step
+from m3jax.train.step import TrainState, cast_weights, init_state, make_optimizer, on_data_axis, train_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,6 @@ class RunSettings:
       invariant: engine and trainer compute in the invariant mode, and the run ends where their log-probabilities
         differ in a bit.
       compute_dtype: of both; the master weights are float32.
-      frozen_index: leave the index branch as it is: the loss of a policy has no gradient for it (T32).
       remat: what the backward pass recomputes (`m3jax.execution.Compute`).
       rows: answers that are drawn side by side; None for all of a round.
       save_every: rounds after which the state is kept; the last one is kept in any case.
@@ -98,7 +95,6 @@ class RunSettings:
     tool_tokens: int = 64
     invariant: bool = False
     compute_dtype: str = "float32"
-    frozen_index: bool = True
     remat: Remat = False
     rows: int | None = None
     save_every: int = 10
@@ -221,10 +217,10 @@ def train_policy(
     if settings.invariant:
         model = model.with_invariance()
     reference = cast_weights(model, "float32") if settings.loss.kl_weight else None
-    optimizer = make_optimizer(settings.schedule, settings.weight_decay, frozen_index=settings.frozen_index)
+    # The loss of a policy has no gradient for the index branch, which weight decay would move all the same (T32).
+    optimizer = make_optimizer(settings.schedule, settings.weight_decay, frozen_index=True)
     state = init_state(model, optimizer)
-    kept = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
-    with ocp.CheckpointManager((Path(folder) / "states").resolve(), options=kept) as keeper:
+    with states_in(folder) as keeper:
         state = restored(keeper, state)
         lines = MetricLines(metrics, int(state.step) // settings.epochs)
         engine = build_engine(
@@ -257,13 +253,8 @@ def train_policy(
                 if round_number % settings.save_every == 0 or round_number == settings.steps:
                     keep(keeper, int(state.step), state)
         except (KeyboardInterrupt, TaskError) as error:
-            # A step that was interrupted has taken the state with it: then what was kept last is gone on from.
-            is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-            # On several hosts all keep a state together: each is told of a task's error, none of an interrupt.
-            is_whole &= jax.process_count() == 1 or isinstance(error, TaskError)
-            if is_whole and int(state.step):
-                if keeper.latest_step() != int(state.step):
-                    keep(keeper, int(state.step), state)
+            # Each host is told of a task's error, none of an interrupt.
+            if keep_whole(keeper, state, is_told=isinstance(error, TaskError)):
                 say(f"stopped after round {int(state.step) // settings.epochs}: the same command goes on from there")
             raise
     return state.model
@@ -372,7 +363,7 @@ class Rounds:
         settings, own, mesh = self.settings, None, state.model.mesh
         loss_fn = RolloutLoss(settings.loss, settings.compute_dtype, settings.remat, settings.temperature)
         batch = batch | {"old": batch["sampler"], "is_on_policy": np.array(settings.old == "trainer")}
-        batch = _on_devices(batch, mesh)
+        batch = on_data_axis(batch, mesh)
         if self.reference is not None:
             batch["reference"] = read_batch(self.reference, batch, settings.compute_dtype, settings.temperature)
         for _ in range(settings.epochs):
@@ -380,7 +371,7 @@ class Rounds:
             if own is None:
                 own = read(metrics["logprobs"])
                 changes = {"is_on_policy": np.array(False)} | ({"old": own} if settings.old == "trainer" else {})
-                batch = batch | _on_devices(changes, mesh)
+                batch = batch | on_data_axis(changes, mesh)
         return state, metrics, own
 
     def _answer(self, row: Mapping[str, Any], episode: Episode, written: list[dict[str, Any]]) -> Any:
@@ -529,14 +520,6 @@ def prompts_of_round(number: int, per_round: int, count: int, seed: int) -> list
     order = lambda turn: np.random.default_rng((seed, turn)).permutation(count)
     orders = {turn: order(turn) for turn in {place // count for place in places}}
     return [int(orders[place // count][place % count]) for place in places]
-
-
-def _on_devices(batch: Mapping[str, Any], mesh: Mesh | None) -> dict[str, Any]:
-    """Return a batch with its rows divided over the data axis of a mesh; on one device as it is."""
-    if mesh is None:
-        return dict(batch)
-    where = lambda x: NamedSharding(mesh, PartitionSpec(*("data",)[: np.ndim(x)]))
-    return {name: jax.tree.map(lambda x: put(x, where(x)), value) for name, value in batch.items()}
 
 
 def check_bits(batch: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from m3jax.checkpoint import save, save_orbax
 from m3jax.messages import printable, shortened
 from m3jax.model import M3
+from m3jax.train.step import TrainState
 
 State = TypeVar("State")  # a pytree of arrays, such as `m3jax.train.step.TrainState`
 
@@ -60,6 +61,29 @@ def keep(keeper: ocp.CheckpointManager, step: int, state: State) -> None:
     """
     with _written(keeper, step):
         keeper.save(step, args=ocp.args.StandardSave(_leaves(state)))
+
+
+def keep_whole(keeper: ocp.CheckpointManager, state: TrainState, is_told: bool = False) -> bool:
+    """Keep the state of a run that was stopped, unless a step that was interrupted has taken its arrays.
+
+    Args:
+      keeper: Keeper of the run's states.
+      state: State after the last step, if a step was taken.
+      is_told: Whether all processes stop here. Otherwise a run over several hosts keeps nothing: all of them would
+        have to write, and the others go on.
+
+    Returns:
+      Whether the state is kept, now or since its step.
+
+    Raises:
+      ValueError: it cannot be written.
+    """
+    is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    if not is_whole or not (is_told or jax.process_count() == 1) or not int(state.step):
+        return False
+    if keeper.latest_step() != int(state.step):
+        keep(keeper, int(state.step), state)
+    return True
 
 
 def restored(keeper: ocp.CheckpointManager, state: State) -> State:

@@ -69,8 +69,7 @@ class MSALoss:
 
     def offset(self, batch: Mapping[str, Any]) -> Int[Array, ""]:
         """Return the first query of the index loss, drawn anew for each step; 0 is the step of a batch without one."""
-        key = jax.random.fold_in(jax.random.key(0), batch.get("step", 0))
-        return jax.random.randint(key, (), 0, self.kl_stride)
+        return drawn_offset(batch.get("step", 0), self.kl_stride)
 
     def prepare(self, model: M3) -> M3:
         """Return the model as it computes: in `compute_dtype`, and fused where that is asked for.
@@ -128,23 +127,50 @@ def _layer_measures(
     """Return what a loss needs of one layer: "kl", its index loss, and "load" [E], each expert's share of the pairs."""
     measures = {}
     if "index_q" in values and loss.kl_weight:
-        stride, length = loss.kl_stride, context.positions.shape[1]
-        queries = offset + jnp.arange(length // stride, dtype=jnp.int32) * stride
-        pick_queries = lambda x, axis=1: jnp.take(x, queries, axis=axis)
-        measures["kl"] = index_kl(
-            pick_queries(values["q"]),
-            values["k"],
-            pick_queries(values["index_q"]),
-            values["index_k"],
-            blocks=pick_queries(values["blocks"], 2) if "blocks" in values else None,
-            positions=pick_queries(context.positions),
-            lengths=context.lengths,
-            block_size=block_size,
-        )
+        measures["kl"] = strided_index_kl(values, context, context.positions, offset, loss.kl_stride, block_size)
     if "expert_ids" in values:
         counts = jnp.bincount(values["expert_ids"].reshape(-1), length=num_experts)
         measures["load"] = counts / values["expert_ids"].size
     return measures
+
+
+def drawn_offset(step: Int[Array, ""] | int, stride: int) -> Int[Array, ""]:
+    """Return the first token of a row that the index loss looks at, drawn anew for each step.
+
+    Args:
+      step: of the run.
+      stride: from one token that it looks at to the next.
+    """
+    return jax.random.randint(jax.random.fold_in(jax.random.key(0), step), (), 0, stride)
+
+
+def strided_index_kl(
+    values: Mapping[str, Array],
+    context: Context,
+    slots: Int[Array, "B T"],
+    offset: Int[Array, ""],
+    stride: int,
+    block_size: int,
+    first_keys: Int[Array, "B T"] | None = None,
+) -> Float[Array, ""]:
+    """Return `index_kl` of every so many queries of a layer: on its selected blocks, or, without a selection, on all.
+
+    Args:
+      values: Values of a layer with an index branch, by name.
+      context: Context of the call.
+      slots: Place of each query in its row.
+      offset: First query that counts.
+      stride: Distance from one query that counts to the next.
+      block_size: P.
+      first_keys: First key that each query sees; the row's first by default.
+    """
+    queries = offset + jnp.arange(slots.shape[1] // stride, dtype=jnp.int32) * stride
+    pick = lambda x, axis=1: jnp.take(x, queries, axis=axis)
+    return index_kl(
+        pick(values["q"]), values["k"], pick(values["index_q"]), values["index_k"],
+        blocks=pick(values["blocks"], 2) if "blocks" in values else None, positions=pick(slots),
+        lengths=context.lengths, block_size=block_size, first_keys=None if first_keys is None else pick(first_keys),
+    )  # fmt: skip
 
 
 def next_token_loss(

@@ -1,8 +1,12 @@
 """The options that commands of training have in common, each said once."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+
+from m3jax.hosts.arguments import check_hosts
+from m3jax.interrupts import raise_interrupts
 
 DTYPES = ("bfloat16", "float32")
 _number = dict(metavar="N", type=int)
@@ -49,10 +53,28 @@ def check_options(args: argparse.Namespace) -> None:
     Args:
       args: parsed.
     """
+    check_hosts(args)
     if args.save_every < 1:
         raise ValueError(f"--save-every {args.save_every}: must be at least 1")
     if args.keep_products and getattr(args, "no_remat", False):  # grpo has --remat in its place
         raise ValueError("--no-remat keeps all activations, --keep-products some of them: give one of the two")
+
+
+def run_on_hosts(args: argparse.Namespace, prog: str, work: Callable[[Any], None]) -> int:
+    """Run a command's work on every host, with compiled programs kept, and return the exit status.
+
+    Args:
+      args: Parsed arguments, which `check_options` has seen.
+      prog: The command's name.
+      work: Function of the channel between the processes, None in a single one.
+    """
+    raise_interrupts()
+    from m3jax.compile_cache import compile_cache
+    from m3jax.hosts.run import on_hosts
+
+    with compile_cache():
+        on_hosts(args, prog, work)
+    return 0
 
 
 def remat_of(args: argparse.Namespace, is_asked: bool) -> bool | Literal["products"]:

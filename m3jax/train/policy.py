@@ -23,16 +23,14 @@ Level = Literal["token", "sequence"]
 Mean = Literal["token", "sequence", "constant"]
 
 
-def group_advantages(
-    rewards: Float[np.ndarray, "G N"], baseline: Baseline = "grpo", epsilon: float = 1e-6
-) -> Float32[np.ndarray, "G N"]:
+def group_advantages(rewards: Float[np.ndarray, "G N"], baseline: Baseline = "grpo") -> Float32[np.ndarray, "G N"]:
     """Return the advantage of each of the N answers to G prompts over the others of its group.
 
     Args:
       rewards: of the answers.
-      baseline: "grpo" subtracts the group's mean and divides by its standard deviation; "dr_grpo" subtracts the mean
-        alone; "rloo" subtracts the mean of the other answers.
-      epsilon: added to the standard deviation. A group of equal rewards has advantages of 0 in any case.
+      baseline: "grpo" subtracts the group's mean and divides by its standard deviation plus 1e-6, so that a group of
+        equal rewards has advantages of 0; "dr_grpo" subtracts the mean alone; "rloo" subtracts the mean of the other
+        answers.
 
     Raises:
       ValueError: rewards that are not finite, groups of one answer, or another baseline.
@@ -49,7 +47,7 @@ def group_advantages(
         raise ValueError("groups of one answer have nothing to be compared with: draw at least 2 answers to a prompt")
     centered = rewards - rewards.mean(axis=1, keepdims=True)
     if baseline == "grpo":
-        centered = centered / (rewards.std(axis=1, ddof=1, keepdims=True) + epsilon)
+        centered = centered / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6)
     elif baseline == "rloo":
         centered = centered * count / (count - 1)
     return centered.astype(np.float32)

@@ -97,12 +97,6 @@ class TaskFile:
                 raise TaskError(f"{name}, row {number}: its prompt is empty")
         return rows
 
-    def reward(self, rows: Sequence[Mapping[str, Any]], completions: Sequence[Any], group: int = 1) -> list[float]:
-        """Return the rewards of some answers: the weighted sums of `reward_parts`, whose arguments these are."""
-        parts = self.reward_parts(rows, completions, group)
-        weighted = [[self.weights[name] * value for value in values] for name, values in parts.items()]
-        return [math.fsum(of_answer) for of_answer in zip(*weighted, strict=True)]
-
     def reward_parts(
         self, rows: Sequence[Mapping[str, Any]], completions: Sequence[Any], group: int = 1
     ) -> dict[str, list[float]]:

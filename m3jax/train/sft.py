@@ -18,24 +18,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from m3jax.execution import Remat
 from m3jax.files import read_json, replace_file
 from m3jax.model import M3
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
-from m3jax.parallel import put
 from m3jax.progress import activity
 from m3jax.train.accumulate import Accumulated
 from m3jax.train.conversations import Example
-from m3jax.train.keeping import keep, restored, states_in
-from m3jax.train.losses import index_kl
+from m3jax.train.keeping import keep, keep_whole, restored, states_in
+from m3jax.train.losses import drawn_offset, strided_index_kl
 from m3jax.train.metric_lines import MetricLines
 from m3jax.train.packing import pack, packed_row, slots_of, with_fast_gradients
 from m3jax.train.run import Batches
-from m3jax.train.step import LossFn, TrainState, cast_weights, check_trainable, train_step
+from m3jax.train.step import LossFn, TrainState, cast_weights, check_trainable, on_data_axis, train_step
 
 ROWS = ("tokens", "positions", "targets", "weights")  # of a batch: [micro-batches rows T]
 _LOGITS_BUDGET = 1 << 24  # logits that are held at once
@@ -150,16 +148,6 @@ class SFTLoss:
         return lm + self.index_loss * kl, {"lm": lm, "kl": kl}
 
 
-def drawn_offset(step: Int[Array, ""], stride: int) -> Int[Array, ""]:
-    """Return the first token of a row that the index loss looks at, drawn anew for each step.
-
-    Args:
-      step: of the run.
-      stride: from one token that it looks at to the next.
-    """
-    return jax.random.randint(jax.random.fold_in(jax.random.key(0), step), (), 0, stride)
-
-
 def index_losses(
     values: Mapping[str, Array], context: Context, block_size: int, offset: Int[Array, ""], stride: int
 ) -> dict[str, Array]:
@@ -177,15 +165,8 @@ def index_losses(
     if "index_q" not in values:
         return {}
     slots = slots_of(context.positions)
-    queries = offset + jnp.arange(context.positions.shape[1] // stride, dtype=jnp.int32) * stride
-    pick = lambda x, axis=1: jnp.take(x, queries, axis=axis)
-    kl = index_kl(
-        pick(values["q"]), values["k"], pick(values["index_q"]), values["index_k"],
-        blocks=pick(values["blocks"], 2) if "blocks" in values else None,
-        positions=pick(slots), lengths=context.lengths, block_size=block_size,
-        first_keys=pick(slots - context.positions),
-    )  # fmt: skip
-    return {"kl": kl}
+    first_keys = slots - context.positions
+    return {"kl": strided_index_kl(values, context, slots, offset, stride, block_size, first_keys)}
 
 
 def token_losses(model: M3, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -324,7 +305,7 @@ def fine_tune(
         try:
             for step in range(first, settings.steps):
                 began = time.perf_counter()
-                batch = _on_devices(batches[step], mesh) | dict(shared or {})
+                batch = on_data_axis(batches[step], mesh, rows_axis=1) | dict(shared or {})
                 line.say(f"step {step + 1} of {settings.steps}" + (": compiling" if step == first else ""))
                 state, values = train_step(state, batch, optimizer=optimizer, loss_fn=loss_fn, balance_rate=0.0)
                 figures = {name: float(value) for name, value in values.items()}  # waits for the step
@@ -345,12 +326,7 @@ def fine_tune(
                 if is_last or (step + 1) % save_every == 0:
                     keep(keeper, step + 1, state)
         except KeyboardInterrupt:
-            # A step that was interrupted has taken the state with it: then what was kept last is gone on from.
-            is_whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-            # On several hosts the others go on: what is kept is written by all of them.
-            is_whole &= jax.process_count() == 1
-            if is_whole and int(state.step) and keeper.latest_step() != int(state.step):
-                keep(keeper, int(state.step), state)
+            keep_whole(keeper, state)
             say("stopped: the same command goes on from what was kept")
             raise
     return state
@@ -400,11 +376,3 @@ def writer_of_events() -> Callable[..., Any]:
             "--tensorboard needs tensorboardX, which is not installed: pip install 'm3jax[train]'"
         ) from None
     return SummaryWriter
-
-
-def _on_devices(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh | None) -> dict[str, PyTree[Array]]:
-    """Return a batch as arrays, its rows divided over the data axis of a mesh."""
-    if mesh is None:
-        return {name: jnp.asarray(x) for name, x in batch.items()}
-    spec = lambda x: PartitionSpec(None, "data") if x.ndim == 3 else PartitionSpec()
-    return {name: put(x, NamedSharding(mesh, spec(x))) for name, x in batch.items()}

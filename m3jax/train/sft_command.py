@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from m3jax.console import Parser, say
-from m3jax.hosts.arguments import add_hosts, check_hosts
-from m3jax.interrupts import raise_interrupts
-from m3jax.train.options import add_options, check_options, remat_of
+from m3jax.hosts.arguments import add_hosts
+from m3jax.train.options import add_options, check_options, remat_of, run_on_hosts
 
 
 def sft_parser(prog: str) -> Parser:
@@ -63,14 +62,7 @@ def run_sft(args: argparse.Namespace) -> int:
     if not args.lora and (args.lora_alpha or args.lora_targets):
         raise ValueError("--lora-alpha and --lora-targets: give --lora RANK with them")
     check_options(args)
-    check_hosts(args)
-    raise_interrupts()
-    from m3jax.compile_cache import compile_cache
-    from m3jax.hosts.run import on_hosts
-
-    with compile_cache():
-        on_hosts(args, "m3jax.train sft", lambda _: _train(args))
-    return 0
+    return run_on_hosts(args, "m3jax.train sft", lambda _: _train(args))
 
 
 def _train(args: argparse.Namespace) -> None:

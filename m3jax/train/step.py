@@ -1,16 +1,18 @@
 """One training step: gradients of any loss, optimiser, and the balancing of the router."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.model import M3
+from m3jax.parallel import put
 from m3jax.train.programs import jit_for_training
 from m3jax.train.units import in_source_units, map_names, source_gradients
 
@@ -103,8 +105,23 @@ def first_state(params: PyTree[Array], optimizer: optax.GradientTransformation, 
         everywhere = SingleDeviceSharding(*model.embed_tokens[...].devices())
     else:
         everywhere = NamedSharding(model.mesh, PartitionSpec())
-    put = lambda x: jax.device_put(x, x.sharding if x.ndim else everywhere, may_alias=False)
-    return jax.tree.map(put, TrainState(jnp.int32(0), params, optimizer.init(params)))
+    place = lambda x: jax.device_put(x, x.sharding if x.ndim else everywhere, may_alias=False)
+    return jax.tree.map(place, TrainState(jnp.int32(0), params, optimizer.init(params)))
+
+
+def on_data_axis(batch: Mapping[str, PyTree[Any]], mesh: Mesh | None, rows_axis: int = 0) -> dict[str, PyTree[Any]]:
+    """Return a batch with its rows divided over the data axis of a mesh; on one device as it is.
+
+    Args:
+      batch: Pytrees of arrays, by name.
+      mesh: Mesh of the model; None for one device.
+      rows_axis: Axis of the rows. An array without that axis is on every device.
+    """
+    if mesh is None:
+        return dict(batch)
+    rows = PartitionSpec(*[None] * rows_axis, "data")
+    where = lambda x: NamedSharding(mesh, rows if np.ndim(x) > rows_axis else PartitionSpec())
+    return jax.tree.map(lambda x: put(x, where(x)), dict(batch))
 
 
 def check_trainable(model: M3) -> None:

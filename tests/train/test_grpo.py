@@ -200,7 +200,7 @@ def test_a_reward_that_is_none_is_said_in_a_line(body, tmp_path):
         f"def prompts():\n    return [dict(prompt='x')]\ndef reward(*_, **__):\n    {body}\n", encoding="utf-8"
     )
     with TaskFile(path, seconds=1) as made, pytest.raises(TaskError) as raised:
-        made.reward(made.prompts() * 2, ["a", "b"])
+        made.reward_parts(made.prompts() * 2, ["a", "b"])
     assert REWARDS[body] in str(raised.value) and "\n" not in str(raised.value)
 
 

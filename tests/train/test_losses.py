@@ -160,11 +160,11 @@ def test_the_log_probability_of_a_token_is_read_before_it(unchecked):
 def test_the_index_loss_looks_at_every_so_many_tokens(monkeypatch, unchecked):
     """Where it begins is drawn anew for each step, evenly; keys are those of the query's own document."""
     steps, of_loss = jnp.arange(200, dtype=jnp.int32), losses.MSALoss(kl_stride=4).offset
-    drawn = lambda step: (sft.drawn_offset(step, 4), of_loss({"step": step}), of_loss({}))
+    drawn = lambda step: (losses.drawn_offset(step, 4), of_loss({"step": step}), of_loss({}))
     offsets, same, first = jax.jit(jax.vmap(drawn))(steps)
     assert sorted(np.unique(offsets)) == [0, 1, 2, 3] and np.bincount(offsets).min() > 30
     assert np.array_equal(offsets, same) and (first == offsets[0]).all()
-    monkeypatch.setattr(sft, "index_kl", lambda *given, **named: (given, named))
+    monkeypatch.setattr(losses, "index_kl", lambda *given, **named: (given, named))
     positions = jnp.array([[0, 1, 2, 3, 0, 1, 2, -1]])
     of_tokens = jnp.arange(8)[None]
     values = dict(q=of_tokens, k="k", index_q=of_tokens + 10, index_k="index k", blocks=of_tokens[None] + 20)

@@ -46,7 +46,6 @@ def test_rewards_are_weighed_and_groups_are_compared_alone(task):
     assert task.weights == {"right": 1.0, "longest": 0.5} and task.has_tools
     parts = task.reward_parts(rows, answers, group=3)
     assert parts == {"right": [1, 0, 1, 1, 0, 0], "longest": [0, 1, 0, 1, 0, 1]}
-    assert task.reward(rows, answers, group=3) == [1, 0.5, 1, 1.5, 0, 0.5]
 
 
 def test_tools_answer_at_the_same_time(task):
@@ -75,7 +74,7 @@ def test_what_is_wrong_with_a_reward_is_said_in_a_line(text, tmp_path):
     path = tmp_path / "task.py"
     path.write_text(textwrap.dedent(TASK) + text, encoding="utf-8")
     with pytest.raises(TaskError) as raised, TaskFile(path, seconds=1) as made:
-        made.reward([row for row in made.prompts() for _ in range(3)], ["a"] * 6, group=3)
+        made.reward_parts([row for row in made.prompts() for _ in range(3)], ["a"] * 6, group=3)
     assert WRONG[text] in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -106,12 +105,11 @@ def test_a_row_has_a_prompt_or_messages():
 
 
 def test_a_reward_gets_columns_and_gives_a_number_an_answer():
-    """A column that a row lacks is None there; rewards are summed with their weights."""
+    """A column that a row lacks is None there."""
     rows = [{"prompt": "x", "b": 1}, {"messages": [1], "a": 2, "b": 3}]
     task = Asked({"one": [True, 0.5], "two": (3, -1)}, {"one": 2.0, "two": 0.5})
     assert task.reward_parts(rows, ("p", "q"), 2) == {"one": [1.0, 0.5], "two": [3.0, -1.0]}
     assert task.asked == [("reward", ["x", [1]], ["p", "q"], {"a": [None, 2], "b": [1, 3]}, 2)]
-    assert task.reward(rows, ("p", "q")) == [3.5, 0.5] and task.asked[1][-1] == 1
     for given, message in (
         ([1.0], r"reward one\(\) of task.py gave 1 numbers for 2 answers"), (7, "gave 7 for 2 answers"),
         ([1.0, float("nan")], "gave nan for answer 1"), ([None, 1.0], "gave None for answer 0"),
