@@ -1,4 +1,7 @@
-"""Progress on stderr: a moving line on a terminal, ever fewer lines elsewhere."""
+"""Progress on stderr: a moving line on a terminal, ever fewer lines elsewhere.
+
+Rich draws the moving line; in a file it prints nothing before the end, in a notebook nothing without ipywidgets.
+"""
 
 import hashlib
 import json
@@ -17,7 +20,7 @@ from m3jax.interrupts import no_echo
 
 VARIABLE = "M3JAX_PROGRESS"  # 0 is silence
 # Seconds after which a piece of work gets its first line where lines do not move; each next one after twice as long.
-_PAUSE = 2.0
+PAUSE = 2.0
 _NOTEBOOK_PAUSE = 1.0  # between changes of the line in a notebook
 _REDRAWN = 4  # times a second, on a terminal
 _KEPT_DURATIONS = 512
@@ -131,12 +134,12 @@ def _lines(current: Activity) -> Iterator[None]:
     in_notebook = type(sys.stderr).__module__.startswith("ipykernel.")
 
     def print_lines(stream) -> None:
-        began, due, width = current.began, _PAUSE, 0
+        began, due, width = current.began, PAUSE, 0
         with suppress(OSError, ValueError):  # nobody reads stderr any more
             # Often enough that a new piece of work gets its own first line in time.
-            while not is_over.wait(_PAUSE / 4):
+            while not is_over.wait(PAUSE / 4):
                 if current.began != began:
-                    began, due = current.began, _PAUSE
+                    began, due = current.began, PAUSE
                 if perf_counter() - began < due:
                     continue
                 text = f"m3jax: {current}" if current.text else ""

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from m3jax.evaluate.sources import python_corpus
 from m3jax.evaluate.words import WORDS
 from m3jax.text import Tokenizer
-from m3jax.text.tokenizer import _bad_map
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "m3jax" / "assets" / "tiny"
@@ -312,11 +312,12 @@ def test_nothing_is_cut_or_padded_because_the_file_says_so(folder: Path):
     [(4, 4, True), (8, 8, True), (12, 12, True), (8, 7, False), (8, 30, True), (0, 4, False), (6, 6, False),
      (2, 8, False), (256, 256, True), (256, 255, False)],
 )  # fmt: skip
-def test_a_table_is_as_long_as_it_says(trie, given, is_whole):
+def test_a_table_is_as_long_as_it_says(trie, given, is_whole, folder: Path):
     """A trie of whole entries of four bytes, of one at least; behind it stands text."""
     table = base64.b64encode(trie.to_bytes(4, "little") + bytes(given)).decode()
-    fault = _bad_map({"type": "Precompiled", "precompiled_charsmap": table})
-    assert fault == (None if is_whole else "precompiled_charsmap is cut short")
+    rewrite(folder, normalizer={"type": "Precompiled", "precompiled_charsmap": table})
+    with nullcontext() if is_whole else pytest.raises(ValueError, match="precompiled_charsmap is cut short"):
+        Tokenizer.from_pretrained(folder)
 
 
 # What is known of a text before it is encoded

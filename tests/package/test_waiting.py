@@ -55,7 +55,7 @@ def new_stderr(monkeypatch):
 
     def make(kind: type[io.StringIO] = io.StringIO) -> io.StringIO:
         monkeypatch.setenv("M3JAX_PROGRESS", "1")
-        monkeypatch.setattr(progress, "_PAUSE", 0.05)
+        monkeypatch.setattr(progress, "PAUSE", 0.05)
         monkeypatch.setattr(sys, "stderr", kind())
         return sys.stderr
 
@@ -252,7 +252,7 @@ def test_what_is_compiled_is_kept_where_the_user_wants_it(folder, monkeypatch, c
     """Both doors: the command line, and the function."""
     seen = []
     keeps = lambda: jax.config.jax_compilation_cache_dir == str(folder / "compiled")
-    monkeypatch.setattr(generation, "_generate", lambda *_: seen.append(keeps()))
+    monkeypatch.setattr(generation, "on_hosts", lambda *_: seen.append(keeps()))
     assert cli.main(["--prompt", "a"]) == 0
     assert cli.main(["--prompt", "a", "--no-compile-cache"]) == 0
     module = sys.modules["m3jax.decoding.builder"]

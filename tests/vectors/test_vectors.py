@@ -137,7 +137,7 @@ def test_check_keeps_what_it_compiles_and_says_what_is_waited_for(tmp_path, monk
     """A second run reads the programs of the first; on stderr and in the log stands the case."""
     monkeypatch.setenv("M3JAX_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("M3JAX_PROGRESS", "1")
-    monkeypatch.setattr(progress, "_PAUSE", 0.05)
+    monkeypatch.setattr(progress, "PAUSE", 0.05)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     folders, own = [], jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
