@@ -33,16 +33,6 @@ Q_PROJ = "language_model.model.layers.0.self_attn.q_proj.weight"
 GATE = "language_model.model.layers.2.block_sparse_moe.gate.weight"
 
 
-@pytest.fixture(scope="module")
-def tensors() -> dict[str, np.ndarray]:
-    return random_tensors(CONFIG)
-
-
-@pytest.fixture(scope="module")
-def folder(tensors, tmp_path_factory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("hub"), CONFIG, tensors, shards=3)
-
-
 def further(*values) -> list:
     """Values of parameters that `make test` leaves out."""
     return [pytest.param(value, marks=pytest.mark.further) for value in values]
@@ -331,6 +321,7 @@ def test_truncated_file(keep, shards, tensors, tmp_path):
     file.write_bytes(file.read_bytes()[:keep])
     (line,) = faults(tmp_path)
     assert line.startswith(f"{file.name}: truncated or damaged, {file.stat().st_size} bytes")
+    assert line.endswith("; download it again")
 
 
 def test_index_that_does_not_match_its_shards(tensors, tmp_path):

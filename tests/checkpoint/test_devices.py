@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from support.checkpoint_folders import (
     expected_parameters,
-    random_tensors,
     same_bits,
     shapes,
     tiny_config,
@@ -22,16 +21,6 @@ from m3jax import model as m3_model
 from m3jax.checkpoint import tree
 
 CONFIG = tiny_config()
-
-
-@pytest.fixture(scope="module")
-def tensors() -> dict[str, np.ndarray]:
-    return random_tensors(CONFIG)
-
-
-@pytest.fixture(scope="module")
-def folder(tensors, tmp_path_factory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("hub"), CONFIG, tensors, shards=3)
 
 
 # Sharding

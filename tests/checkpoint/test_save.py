@@ -86,8 +86,7 @@ def test_any_dtype_comes_back(dtype, folder, tmp_path):
     assert stored_tensors(tmp_path)[GATE].dtype == np.float32
 
 
-@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("key", "dtype"), [("torch_dtype", "float32"), ("dtype", "bfloat16")])
 def test_config_json_says_the_dtype_of_the_tensors(key, dtype, folder, tmp_path):
     """By whichever name the config that was loaded has, and by no other: two that differ are read differently."""
     shutil.copytree(folder, tmp_path / "given")

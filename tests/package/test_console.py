@@ -239,12 +239,6 @@ def test_text_that_stdout_cannot_encode_is_escaped():
     assert shell(line, PYTHONIOENCODING="utf-8") == (0, "é\\ud800中", "")
 
 
-@pytest.mark.further  # of other output: the tests above
-def test_a_plan_that_nobody_reads_is_quiet():
-    status, out, err = shell("python -m m3jax.plan --topology h200:8 --context 1048576 | true")
-    assert (status, out, err) == (0, "", "")
-
-
 def test_an_error_is_one_short_line_unless_all_of_it_is_asked_for(capsys):
     error = ValueError("12 problems: \x1b[31mone;\ntwo\x07; and 10 more")
     for number in range(12):

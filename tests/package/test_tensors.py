@@ -13,7 +13,6 @@ from m3jax.files import NewFile
 from m3jax.files.tensors import (
     DTYPES,
     by_width,
-    dtype_code,
     header,
     mapped,
     packed,
@@ -115,7 +114,3 @@ def test_a_header_beyond_the_limit_is_not_read():
         read_header(io.BytesIO((10**12).to_bytes(8, "little")))
     with pytest.raises(ValueError, match="no JSON object"):
         read_header(io.BytesIO((2).to_bytes(8, "little") + json.dumps([]).encode()))
-
-
-def test_every_dtype_has_a_code():
-    assert all(dtype_code(dtype) == code for code, dtype in DTYPES.items())
