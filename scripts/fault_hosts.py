@@ -153,14 +153,14 @@ def work(channel, folder: Path, fault: str, begin: Callable[[], None]) -> None:
     model = m3_model.init(M3Config.tiny(), mesh=parse_mesh("tensor=4"))
     engine = Engine(model, pages=32, max_batch=2, max_length=256, prefill_chunk=32, steps_per_call=2)
     if fault == "save":
-        wait = orbax._wait_for_all
+        wait = orbax.sync_global_devices
 
         def wait_or_begin(point: str) -> None:
-            if point == "parameters are written":
+            if point.endswith("parameters are written"):
                 begin()
             wait(point)
 
-        orbax._wait_for_all = wait_or_begin
+        orbax.sync_global_devices = wait_or_begin
         save_orbax(model, folder / "orbax")
     runner, in_prefill = engine._runner, fault == "prefill"
     name, calls = ("prefill", 1) if in_prefill else ("launch", 3)
