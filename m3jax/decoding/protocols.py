@@ -1,6 +1,5 @@
 """Protocols of the model that decoding serves and of its cache; `M3` and `Cache` implement them."""
 
-from os import PathLike
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -148,24 +147,6 @@ class SeeingModel(TargetModel, Protocol):
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Return the embeddings of tokens."""
-        ...
-
-
-@runtime_checkable
-class InvariantModel(TargetModel, Protocol):
-    """A target that has an invariant mode."""
-
-    def with_invariance(self) -> "InvariantModel":
-        """Return the model in its invariant mode; see `M3.with_invariance`."""
-        ...
-
-
-@runtime_checkable
-class DraftedModel(TargetModel, Protocol):
-    """A target for which drafts can be loaded by their names."""
-
-    def load_drafter(self, name: str | PathLike[str]) -> object:
-        """Return a drafter (`m3jax.decoding.Drafter`) of this target; ValueError if there is none of that name."""
         ...
 
 

@@ -190,15 +190,6 @@ def test_the_counter_counts():
     assert len(seen) >= 2  # traced and compiled
 
 
-def test_a_page_table_that_changes_compiles_nothing():
-    served = engine(model())
-    serve(served, (prompt(5), params()))
-    programs = [device.program(name, "cpu", "wide") for name in ("prefill", "decode")] + [device.copy_pages]
-    sizes = [program._cache_size() for program in programs]
-    serve(served, (prompt(50), params()), (prompt(3), params(40)))
-    assert all(sizes) and [program._cache_size() for program in programs] == sizes
-
-
 # Memory
 
 
@@ -355,20 +346,6 @@ def test_a_stop_id_frees_pages_at_once():
     finish(served)
     assert served.result(ended) == Generation(free.tokens[:end], free.logprobs[:end], "stop_id", 30)
     assert served.result(other) == alone(prompt(9), params(40))
-
-
-@pytest.mark.parametrize(
-    "draft", [None, pytest.param("ngram", marks=pytest.mark.further)]
-)  # rounds of a fake model: test_engine_edges.py
-def test_a_stop_id_as_the_last_token_that_is_allowed(draft):
-    """It ends the request as a stop id, and it is the limit that would have."""
-    free = alone(prompt(30), params(40)).tokens
-    stop = next(token for token in free[6:] if free.index(token) >= 6)
-    end = free.index(stop) + 1
-    for limit, reason in ((end - 1, "length"), (end, "stop_id"), (end + 1, "stop_id")):
-        of_draft = dict(draft=draft, draft_tokens=3) if draft else {}  # as in test_speculative.py
-        (found,) = serve(engine(model(), **of_draft), (prompt(30), params(limit, [stop])))
-        assert (found.tokens, found.stop_reason) == (free[: min(end, limit)], reason), f"limit {limit}, stop at {end}"
 
 
 def test_take_gives_again_what_was_truncated():

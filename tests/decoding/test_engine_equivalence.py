@@ -265,17 +265,6 @@ def test_any_companions(mix, share):
         assert_same(outcome(served, notes, handles[i], WORK[number]), alone(number), bits)
 
 
-def test_sampling_is_data_of_each_row():
-    """Four rows of one prompt, greedy and sampled with their own numbers, in one program."""
-    tokens = prompt(30)
-    knobs = [{}, dict(temperature=1.5, seed=1), dict(temperature=1.5, seed=2), dict(temperature=0.7, top_k=3, seed=1)]
-    items = [(tokens, params(10, **knob)) for knob in knobs]
-    together = run(engine(model(), prefix_cache=False), items)
-    for item, found in zip(items, together, strict=True):
-        assert_same(found, run(engine(model()), [item])[0], bits=True)
-    assert len({tuple(found.tokens) for found in together}) == 4
-
-
 @pytest.mark.parametrize("share", [True, False])
 def test_preempted_and_resumed_is_undisturbed(share):
     """The youngest gives way in the middle of its decoding, and the oldest never."""

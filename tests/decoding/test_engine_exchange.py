@@ -76,19 +76,6 @@ def test_index_keys_travel_too():
     assert not np.allclose(wrong.logprobs, alone().logprobs[: len(wrong.logprobs)], rtol=0, atol=1e-4)
 
 
-def test_known_pages_are_not_sent_twice():
-    """A target that knows the beginning shares its own pages; nothing of another request is overwritten."""
-    source, handle = half_way(7)
-    target = engine(model())
-    first = target.add(*WORK)
-    for _ in range(7):
-        target.step()
-    moved = target.import_request(source.export(handle))
-    target.check()
-    finish(target)
-    assert target.result(first).tokens == target.result(moved).tokens == alone().tokens
-
-
 def test_pages_that_the_target_knows_may_be_left_out():
     """What they hold in the snapshot means nothing then; a target that knows fewer refuses it and changes nothing."""
     source, handle = half_way(7)

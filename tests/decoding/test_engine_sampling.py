@@ -11,7 +11,7 @@ from support.fake_model import FakeModel
 from support.generation import run, small_engine, tokens
 from support.sampling_reference import edited
 
-from m3jax.decoding import Engine, Params, PromptLookup, Sampling
+from m3jax.decoding import Params, PromptLookup, Sampling
 
 V = 64
 PROMPTS = [np.random.default_rng(0).integers(2, V, n).tolist() for n in (5, 1, 40, 17)]
@@ -197,15 +197,11 @@ def test_the_models_eos_can_be_ignored():
         (dict(settings=dict(min_tokens=NEW + 1)), "min_tokens = 13: at most max_new_tokens = 12"),
         (dict(settings=dict(ignore_eos=1)), "ignore_eos = 1: must be True or False"),
         (dict(settings=dict(top_logprobs=21)), "top_logprobs = 21: must be an integer from 0 to 20"),
-        (dict(settings=dict(top_logprobs=3)), r"top_logprobs = 3: this engine gives 2 \(max_top_logprobs\)"),
         (dict(logit_bias={V: 1.0}), "logit_bias: 64 is no token id; they are integers from 0 to 63"),
-        (dict(logit_bias={1: 1.0, 2: 1.0}), r"logit_bias has 2 tokens: there is room for 1 \(max_biases\)"),
         (dict(bad_words=[(1, V)]), "bad_words: 64 is no token id"),
-        (dict(bad_words=[(1,), (2,)]), r"bad_words has 2 words: there is room for 1 \(max_bad_words\)"),
-        (dict(bad_words=[tuple(range(9))]), "bad_words has a word of 9 tokens: a word can have 8"),
     ],
 )
-def test_what_an_engine_has_no_room_for(unchecked, change, message):
+def test_what_no_engine_serves(unchecked, change, message):
     served = small_engine(MODEL, max_biases=1, max_bad_words=1, max_top_logprobs=2)
     with pytest.raises(ValueError, match=message):
         served.add(PROMPTS[0], params(**change))
@@ -216,13 +212,6 @@ def test_what_an_engine_has_no_room_for(unchecked, change, message):
 def test_an_engine_without_room_runs_what_asks_for_none():
     served = small_engine(MODEL, max_biases=0, max_bad_words=0, max_top_logprobs=0)
     assert tokens(run(served, PROMPTS, params())) == tokens(run(small_engine(MODEL), PROMPTS, params()))
-
-
-@pytest.mark.parametrize("size", [dict(max_biases=-1), dict(max_bad_words=True), dict(max_top_logprobs=21)])
-def test_sizes_are_checked(size):
-    ((name, value),) = size.items()
-    with pytest.raises(ValueError, match=f"{name} = {value}: "):
-        Engine(MODEL, pages=4, **size)
 
 
 def test_copies_and_truncated_requests_keep_their_alternatives():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import tiny
 from support.compilations import compilations
-from support.engines import CONFIG, engine, finish, params, prompt, quick, serve
+from support.engines import CONFIG, finish, params, prompt, quick, serve
 from support.fake_model import FakeConfig, FakeModel
 from support.service_definition import MOST_PASSES
 
@@ -152,18 +152,6 @@ def test_a_group_may_be_larger_than_the_rows():
 def test_a_group_has_a_list_of_handles_whatever_its_size():
     served = small()
     assert served.add(prompt(3), params(2), n=1) == [0] and served.add(prompt(3), params(2)) == 1
-
-
-def test_a_group_of_the_model_is_its_requests_alone():
-    """Blocks of eight, of which three are kept: the pages that a group shares are those that each would write."""
-    served, tokens = engine(model()), prompt(61)
-    handles = served.add(tokens, params(12, temperature=1.0, seed=5), n=4)
-    finish(served)
-    for index, handle in enumerate(handles):
-        expected = serve(engine(model()), (tokens, params(12, temperature=1.0, seed=5 + index)))[0]
-        assert served.result(handle).tokens == expected.tokens
-        np.testing.assert_allclose(served.result(handle).logprobs, expected.logprobs, rtol=0, atol=1e-5)
-    assert served.timings.prompt_tokens == 61 + 3
 
 
 @pytest.mark.parametrize("beginning", [PAGE, 41, 60])

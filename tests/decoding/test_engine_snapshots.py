@@ -373,17 +373,13 @@ def test_a_snapshot_has_no_other_request_s_pages():
             np.testing.assert_array_equal(x[:, 5:], np.repeat(x[:, :1], 3, axis=1))
 
 
-def test_sampling_and_params_survive():
-    knobs = dict(temperature=0.5, top_k=3, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=2**32 - 1)
-    asked = Params(max_new_tokens=30, sampling=Sampling(**knobs), stop_ids=(3, 4))
-    snapshot = replace(exported(), params=asked)
-    assert Snapshot.from_bytes(snapshot.to_bytes()).params == asked
-
-
 def test_snapshots_hold_the_settings_and_read_older_bytes():
     """Bytes from before there were these settings have none: they are off."""
     knobs = dict(presence_penalty=1.0, frequency_penalty=-1.0, logit_bias={3: -5.0, 1: 2.0}, bad_words=((1, 2), (3,)))
-    asked = Params(max_new_tokens=30, sampling=Sampling(**knobs), min_tokens=3, ignore_eos=True, top_logprobs=4)
+    knobs |= dict(temperature=0.5, top_k=3, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=2**32 - 1)
+    asked = Params(
+        max_new_tokens=30, sampling=Sampling(**knobs), stop_ids=(3, 4), min_tokens=3, ignore_eos=True, top_logprobs=4
+    )
     whole = exported()
     top = tuple({token: -0.5, (token + 1) % CONFIG.vocab_size: -2.0} for token in whole.new)
     snapshot = Snapshot.from_bytes(replace(whole, params=asked, top_logprobs=top).to_bytes())

@@ -99,18 +99,6 @@ def test_companions_hits_and_preemptions(share):
         assert_plain(served, handle, number)
 
 
-def test_two_pictures_behind_the_same_ids_share_no_page():
-    """Known by its ids alone, a page of the first picture would be taken for the second's."""
-    served = seeing_engine(model())
-    cached = []
-    for number in (0, 1, 0):
-        handle = add(served, number)
-        finish(served)
-        assert_plain(served, handle, number)
-        cached.append(served.result(handle).cached_tokens)
-    assert cached == [0, 8, 40]
-
-
 def test_copied_and_truncated():
     """While the prompt is read, and after."""
     served = warm()

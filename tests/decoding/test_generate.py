@@ -54,27 +54,6 @@ def test_single_prompts_of_many_lengths_share_programs_on_a_cpu(fake):
     assert seen, "another size is compiled, and counted"
 
 
-@pytest.mark.further  # of an engine: test_engine_equivalence.py
-def test_rows_do_not_depend_on_their_companions(fake):
-    together = generate(fake, PROMPTS, max_new_tokens=16, stop_ids=[], **WARM)
-    for row in (0, 1):
-        assert generate(fake, PROMPTS[row : row + 1], max_new_tokens=16, stop_ids=[], **WARM) == together[row : row + 1]
-    assert generate(fake, PROMPTS[::-1], max_new_tokens=16, stop_ids=[], **WARM) == together[::-1]
-
-
-@pytest.mark.further  # of an engine: test_engine_equivalence.py
-@pytest.mark.parametrize("chunk", [1, 7, 512])
-def test_any_prefill_chunk_gives_the_same_tokens(fake, chunk):
-    whole = generate(fake, PROMPTS, max_new_tokens=12, stop_ids=[], **WARM)
-    assert tokens(run(small_engine(fake, prefill_chunk=chunk), PROMPTS, params(**WARM))) == whole
-
-
-@pytest.mark.further
-def test_any_prompts_a_prefill_call_give_the_same_tokens(fake):
-    whole = generate(fake, PROMPTS, max_new_tokens=12, stop_ids=[], **WARM)
-    assert tokens(run(small_engine(fake, prefill_rows=3), PROMPTS, params(**WARM))) == whole
-
-
 @pytest.mark.parametrize(
     "steps", [pytest.param(1, marks=pytest.mark.further), 3, pytest.param(16, marks=pytest.mark.further)]
 )
@@ -138,12 +117,6 @@ def test_numbers_and_names_as_people_write_them(fake):
     assert len(generate(short, [PROMPTS[0] * 3], **greedy)[0]) == 8
 
 
-def test_limits_are_per_row(fake):
-    results = run(small_engine(fake), PROMPTS, *(params(new) for new in (1, 9, 4, 17)))
-    assert [len(r.tokens) for r in results] == [1, 9, 4, 17]
-    assert [r.stop_reason for r in results] == ["length"] * 4
-
-
 def test_repetition_penalty_counts_prompt_and_continuation(fake):
     """A penalty that pushes every seen token below every unseen one makes greedy decoding repeat nothing."""
     positive = FakeModel(jnp.abs(fake.embed), jnp.abs(fake.head))
@@ -181,16 +154,6 @@ def test_nothing_compiles_after_warm_up(fake):
     with compilations() as seen:
         jax.jit(lambda x: x + 1)(np.int32(0))
     assert len(seen) == 2  # the counter counts: it was traced and compiled
-
-
-def test_a_step_takes_over_the_cache(fake):
-    engine = small_engine(fake)
-    engine.add(PROMPTS[0], params(new=40))
-    engine.prefill()
-    before = runner_of(engine).state
-    engine.step()
-    assert before.cache.pages.is_deleted()
-    assert before.continuations.uses.is_deleted()
 
 
 def test_nan_logits_are_an_error_and_touch_no_other_row(fake):

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import tiny
-from support.compilations import compilations
 from support.engines import QUICK, quick, runner_of
 from support.generation import params, run, tokens
 
-from m3jax.completion import generate
 from m3jax.decoding import Engine, engine_for
 from m3jax.decoding.device import step
 from m3jax.model import M3, abstract, shardings
@@ -22,7 +20,6 @@ RNG = np.random.default_rng(0)
 # Block 8 and top-k 3: beyond 24 tokens selection is partial.
 PROMPTS = [RNG.integers(0, 64, n).tolist() for n in (5, 1, 133, 64)]
 NEW = 12
-WARM = {"temperature": 1.2, "top_p": 0.9, "seed": 4}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,26 +42,10 @@ def copied(model, dtype="float32", mesh=None):
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-@pytest.fixture(scope="module")
-def greedy(model):
-    return generate(model, PROMPTS, max_new_tokens=NEW, temperature=0, stop_ids=[])
-
-
-@pytest.fixture(scope="module")
-def sampled(model):
-    return generate(model, PROMPTS, max_new_tokens=NEW, stop_ids=[], **WARM)
-
-
 def engine(model, **options) -> Engine:
     """In the shapes that `generate` chooses for PROMPTS, so that both share programs."""
     shapes = dict(pages=128, max_batch=4, prefill_rows=4, prefill_chunk=256, max_length=1024, steps_per_call=64)
     return Engine(model, **shapes | options, max_stop_ids=4)
-
-
-@pytest.mark.further  # a token at a time below, and of a whole call in test_engine_equivalence.py
-def test_greedy_is_teacher_forcing(model, greedy):
-    """Every token is the argmax of one forward over what came before it."""
-    assert greedy == best_of_one_call(model, greedy)
 
 
 def best_of_one_call(model, news):
@@ -75,23 +56,6 @@ def best_of_one_call(model, news):
     forward = jax.jit(lambda model, tokens: model(tokens).argmax(-1), compiler_options=QUICK)
     best = np.asarray(forward(model, rows))
     return [row[len(prompt) - 1 : len(prompt) + NEW - 1].tolist() for row, prompt in zip(best, PROMPTS, strict=True)]
-
-
-@pytest.mark.further
-def test_rows_do_not_depend_on_their_companions(model, greedy, sampled):
-    for row, prompt in enumerate(PROMPTS):
-        assert tokens(run(engine(model), [prompt], params(NEW, temperature=0))) == [greedy[row]]
-        assert tokens(run(engine(model), [prompt], params(NEW, **WARM))) == [sampled[row]]
-
-
-@pytest.mark.further  # of an engine: test_engine.py
-def test_nothing_compiles_after_warm_up(model, greedy, sampled):
-    with compilations() as seen:
-        shorter = generate(model, [p[:130] for p in PROMPTS], max_new_tokens=10, top_k=7, seed=[1, 2, 3, 4])
-        longer = [PROMPTS[3] * 3, PROMPTS[2], PROMPTS[1], PROMPTS[0]]
-        generate(model, longer, max_new_tokens=14, temperature=0, stop_ids=[3])
-    assert seen == []
-    assert [len(row) for row in shorter] == [10] * 4
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [({"data": 2, "tensor": 2, "expert": 2}, 4), ({"data": 4}, 1)], ids=str)

@@ -155,38 +155,12 @@ def test_preempted_requests_have_their_bits():
         assert_same_bits(found, life(number), f"request {number}")
 
 
-def rows_of(results: dict[int, Generation]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the rows of one call over requests' tokens, and where in them each request's new tokens are drawn."""
-    tokens, drawn = np.zeros((len(results), ROOM), np.int32), []
-    for row, (number, found) in zip(tokens, results.items(), strict=True):
-        start = LIVES[number][0]
-        row[: len(start) + len(found.tokens)] = (*start, *found.tokens)
-        drawn.append(np.arange(len(found.tokens)) + len(start) - 1)
-    return tokens, drawn
-
-
-def summed_logprobs(weights, tokens):
-    """Return the loss whose gradients are compared, and the log-probabilities under it."""
-    logprobs = token_logprobs(weights, tokens)
-    return jnp.sum(logprobs[:, :90]), logprobs
-
-
-@pytest.mark.further  # a whole run: tests/train/test_runs.py
-def test_training_sees_the_bits_that_the_engine_drew_with():
-    """On-policy: the log-probabilities under the gradient are those of decoding, and the ratio of the two is 1."""
-    results = {number: life(number) for number in (3, 4)}  # of 40 and 61 tokens
-    tokens, drawn = rows_of(results)
-    run = jax.jit(jax.value_and_grad(summed_logprobs, has_aux=True))
-    (_, logprobs), _ = run(model().with_invariance(), jnp.asarray(tokens))
-    for row, found in enumerate(results.values()):
-        np.testing.assert_array_equal(np.asarray(logprobs[row])[drawn[row]], np.float32(found.logprobs))
-
-
 @pytest.mark.further
 def test_the_gradient_is_that_of_the_fast_mode():
     """The order of a sum is no part of the function."""
     tokens = jnp.asarray([BASE, BASE[::-1]], jnp.int32)
-    run, weights = jax.jit(jax.grad(lambda weights: summed_logprobs(weights, tokens)[0])), tiny.model(tiny.config("M"))
+    run = jax.jit(jax.grad(lambda weights: jnp.sum(token_logprobs(weights, tokens)[:, :90])))
+    weights = tiny.model(tiny.config("M"))
     expected, gradient = jax.device_get((run(weights), run(weights.with_invariance())))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(gradient), strict=True):
         scale = np.abs(a).max() + 1e-6

@@ -96,8 +96,12 @@ def test_verification_ends_at_a_bad_logit(seed, vocab, temperature, bad):
 
 
 @jax.jit
-def _pick(drafter, model, output, sampling):
-    return drafter._pick(model, output, sampling, jnp.zeros(len(output), jnp.int32))
+def _proposed(drafter, model, memory, sampling):
+    """The first proposal of each row, after outputs of the draft [B D]."""
+    rows = len(memory)
+    cache, zeros = drafter.join(model, model.new_cache(1, rows, 1)), jnp.zeros(rows, jnp.int32)
+    live = jnp.ones(rows, bool)
+    return drafter.propose(model, cache, memory, sampling, zeros, zeros + 1, live, count=1)[0].tokens[:, 0]
 
 
 @pytest.mark.parametrize("draws", [False, True])
@@ -107,9 +111,9 @@ def test_a_draft_without_a_distribution_proposes_nothing(rows, draws):
     output = np.random.default_rng(0).normal(size=(rows, drafts.CONFIG.hidden_size)).astype(np.float32)
     drafter, params = Eagle3Drafter(drafts.draft(), sample=draws), stacked(*[Sampling()] * rows)
     model = jax.tree.map(lambda x: x, drafts.model())
-    assert (np.asarray(_pick(drafter, model, output, params)[0]) >= 0).all()
+    assert (np.asarray(_proposed(drafter, model, output, params)) >= 0).all()
     model.lm_head[...] = model.lm_head[...].at[9].set(jnp.nan)
-    assert (np.asarray(_pick(drafter, model, output, params)[0]) == -1).all()
+    assert (np.asarray(_proposed(drafter, model, output, params)) == -1).all()
 
 
 def test_scales_of_keys_that_are_no_numbers_are_refused():

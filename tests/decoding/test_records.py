@@ -8,10 +8,9 @@ import pytest
 from support import tiny
 from support.compilations import compilations
 from support.drafts import Knowing
-from support.engines import QUICK, SHAPE, assert_stays, finish, params, places, prompt, quick, serve
+from support.engines import QUICK, SHAPE, assert_stays, finish, params, places, prompt, quick
 
 from m3jax.decoding import Engine, Generation, Params, Sampling
-from m3jax.decoding.engine import Snapshot
 from m3jax.model import M3, Choices
 from m3jax.parallel import parse_mesh
 
@@ -38,13 +37,6 @@ def served(name: str = "plain") -> Engine:
 
 def asked(new: int, record: tuple[str, ...] = NAMES, **knobs) -> Params:
     return Params(max_new_tokens=new, sampling=Sampling(**{"temperature": 1.0} | knobs), record=record)
-
-
-@cache
-def alone(length: int, new: int) -> Generation:
-    engine = served()
-    handle = engine.add(prompt(length), asked(new))
-    return engine.run()[handle]
 
 
 def assert_same_records(found: Generation, expected: Generation) -> None:
@@ -80,42 +72,6 @@ def test_a_record_played_again_gives_the_requests_bits(name):
 @partial(jax.jit, compiler_options=QUICK)
 def _forward(model, tokens, choices):
     return model(tokens, choices=choices)
-
-
-@pytest.mark.further
-def test_records_do_not_depend_on_how_a_request_is_served():
-    """In a group, from a copy, after a preemption and a move by bytes, beside requests that record nothing."""
-    engine = served()
-    plain = engine.add(prompt(20, seed=7), params(9))
-    first, second = engine.add(prompt(61), asked(24), n=2)
-    for _ in range(2 + 61 // SHAPE["prefill_chunk"]):
-        engine.step()
-    copy = engine.copy(first)
-    moved = engine.import_request(Snapshot.from_bytes(engine.export(first).to_bytes()))
-    crowd = [engine.add(prompt(60, seed=seed), asked(30)) for seed in range(3)]
-    engine.truncate(second, min(2, len(engine.result(second).tokens)))
-    finish(engine)
-    for handle in (first, copy, moved):
-        assert_same_records(engine.result(handle), alone(61, 24))
-    assert len(engine.result(second).records["blocks"]) == 24
-    assert engine.result(plain).records == {}
-    assert sum(engine.result(handle).timings.preemptions for handle in (first, copy, moved, second, *crowd)) > 0
-
-
-@pytest.mark.further  # groups: test_engine_pairs.py
-def test_a_group_has_the_bits_of_its_requests_alone():
-    """In bfloat16, one prefill for all: tokens, log-probabilities and records are those of n separate requests."""
-    engine, tokens = served(), prompt(61)
-    computed = engine.timings.prompt_tokens
-    handles = engine.add(tokens, asked(12, seed=5), n=3)
-    finish(engine)
-    grouped = [engine.result(handle) for handle in handles]
-    assert engine.timings.prompt_tokens - computed <= 61 + 2
-    for index, found in enumerate(grouped):
-        fresh = Engine(model(), **SHAPE, invariant=True, records=NAMES, prefix_cache=False)
-        expected = serve(fresh, (tokens, asked(12, seed=5 + index)))[0]
-        assert found.logprobs == expected.logprobs
-        assert_same_records(found, expected)
 
 
 @pytest.mark.further

@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import fields, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -82,31 +81,6 @@ CASES = {
 KNOBS = [*CASES.values(), Sampling.greedy(repetition_penalty=1.7), Sampling(top_k=3, repetition_penalty=0.6)]
 SAMPLE_BY = jax.jit(sample, static_argnames="cond")
 FILTER_BY = jax.jit(filtered_logits, static_argnames="cond")
-
-
-@pytest.mark.parametrize("logits", [RNG_LOGITS, TIES], ids=["random", "ties"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_matches_the_reference(case, logits):
-    expected = reference(logits, case)
-    got = probabilities(logits, [case])[0]
-    assert (got > 0).tolist() == (expected > 0).tolist()
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("positive", [3, 2, 0])
-@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.5, 100.0])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_repetition_penalty_acts_first(penalty, temperature, positive):
-    """Of the three best tokens, all seen, so many have positive logits; the others' are multiplied, and in top_k."""
-    best = np.argsort(-RNG_LOGITS)
-    above, below = RNG_LOGITS[best[positive - 1]] if positive else np.inf, RNG_LOGITS[best[positive]]
-    logits = RNG_LOGITS - np.float32(min((above + below) / 2, below + 0.5))  # a constant: the ranks stay
-    assert (logits[best[:3]] > 0).tolist() == [rank < positive for rank in range(3)]
-    seen = np.zeros((1, V), bool)
-    seen[0, best[[0, 1, 2, -1]]] = True
-    case = Sampling(temperature=temperature, top_k=6, top_p=0.9, repetition_penalty=penalty)
-    expected = reference(logits, case, prompt=np.flatnonzero(seen[0]).tolist())
-    np.testing.assert_allclose(probabilities(logits, [case], in_prompt(seen))[0], expected, rtol=1e-4, atol=1e-7)
 
 
 @given(
@@ -366,23 +340,6 @@ def test_a_row_without_an_allowed_token_is_no_token(temperature):
     assert draw(logits[:1], [every], [1], context_of(texts[:1])).tolist() == [-2]
 
 
-def test_the_most_probable_tokens():
-    """Best first, of equal ones the lower id, of the model's own logits; where no row asks they are not computed."""
-    logits = np.stack([TIES, RNG_LOGITS])
-    params, keys = (
-        SamplingParams.stack([Sampling(temperature=0.5)] * 2),
-        row_keys(np.zeros(2, np.uint32), np.arange(2, dtype=np.int32)),
-    )
-    top = jax.jit(partial(sample_with_top, num_top=20))
-    tokens, ids, values = top(logits, params, keys, None, np.array([True, False]))
-    for row in range(2):
-        order = sorted(range(V), key=lambda i: (-logits[row, i], i))
-        assert ids[row, :V].tolist() == order and ids[row, V:].tolist() == [-1] * 4
-        np.testing.assert_array_equal(values[row, :V], logits[row, order])
-    plain, ids, _ = top(logits, params, keys, None, np.zeros(2, bool))
-    assert not ids.any() and plain.tolist() == tokens.tolist()
-
-
 @pytest.mark.parametrize("count", [1, 3, V, V + 2])
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
 def test_the_largest_logits_are_the_same_on_every_platform(name, count, monkeypatch):
@@ -437,12 +394,6 @@ def test_top_p_equal_to_the_sum_ends_the_set():
     for kept in (1, 3, 8, 15):
         found = np.flatnonzero(probabilities(logits, [Sampling(top_p=kept / V)])[0])
         assert found.tolist() == list(range(kept)), f"top_p = {kept} / {V} keeps {len(found)} of equal tokens"
-
-
-def test_ties_keep_lower_ids():
-    kept = probabilities(TIES, [Sampling(top_k=2)])[0] > 0
-    assert np.flatnonzero(kept).tolist() == [1, 2]
-    assert np.flatnonzero(probabilities(TIES, [Sampling.greedy()])[0]).tolist() == [1]
 
 
 def test_same_order_and_meaning_as_transformers():

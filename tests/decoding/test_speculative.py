@@ -123,19 +123,6 @@ def test_a_request_that_fills_max_length_exactly():
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.further  # stop ids of rounds: test_engine_edges.py
-def test_rows_end_where_plain_ones_end():
-    """A stop id or a limit within a round's tokens: what was accepted after it is not given out."""
-    for stop in {plain()[2].tokens[i] for i in (1, 5, 6, 7, 30)}:
-        asked = params(60, stop_ids=[stop])
-        (expected,) = serve(engine(model()), (WORK[2][0], asked))
-        (found,) = serve(drafted(ALL), (WORK[2][0], asked))
-        assert (found.tokens, found.stop_reason) == (expected.tokens, "stop_id")
-    for limit in (1, 2, 3, 4, 5, 6):
-        (found,) = serve(drafted(ALL), (WORK[2][0], params(limit)))
-        assert (found.tokens, found.stop_reason) == (plain()[2].tokens[:limit], "length")
-
-
 @jax.jit
 def _logits(m, tokens):
     return m(tokens)
@@ -341,20 +328,6 @@ def _top(logits, knobs):
     return p / p.sum(-1, keepdims=True)
 
 
-@pytest.mark.further
-def test_a_sampled_row_does_not_depend_on_its_companions():
-    """Drawn proposals too are a function of the row's seed and positions."""
-    warm = params(18, temperature=1.2, seed=5, top_p=0.9)
-    (alone,) = serve(drafted(RANDOM), (prompt(13), warm))
-    others = [(prompt(9 + i), params(18, temperature=0.9, seed=31 + i)) for i in range(3)]
-    for place in range(4):  # rows are given in this order
-        together = serve(drafted(RANDOM), *others[:place], (prompt(13), warm), *others[place:])
-        assert together[place].tokens == alone.tokens, f"in row {place}"
-    together = serve(drafted(RANDOM), (WORK[0][0], params(20)), (WORK[1][0], params(20)), (prompt(13), warm))
-    assert together[2].tokens == alone.tokens
-    assert [found.tokens for found in together[:2]] == [found.tokens[:20] for found in plain()[:2]]
-
-
 # What it costs
 
 
@@ -438,9 +411,8 @@ def test_lookup_pays_on_text_that_repeats():
 def test_refusals():
     with pytest.raises(ValueError, match="hidden_size is 48, the target's 40"):
         Engine(tiny.model(tiny.config("dM", hidden_size=40)), pages=4, draft=RANDOM)
-    for count, message in ((0, "must be an integer of at least 1"), (9, "at most 8"), (True, "must be an integer")):
-        with pytest.raises(ValueError, match=message):
-            engine(model(), draft=RANDOM, draft_tokens=count)
+    with pytest.raises(ValueError, match="draft_tokens = 9: at most 8"):
+        engine(model(), draft=RANDOM, draft_tokens=9)
     with pytest.raises(ValueError, match="device_pages with a draft"):
         drafted(PromptLookup(), device_pages=20)
     with pytest.raises(ValueError, match="1 <= shortest <= longest"):

@@ -109,16 +109,6 @@ def test_penalties_count_what_was_accepted(rule):
     assert firsts or rule == "best"
 
 
-def test_the_counting_can_fail():
-    """A rule that takes the refused token's place from p itself is told apart."""
-    p = reference(TARGET[0], Sampling())
-    rng = np.random.default_rng(0)
-    q = reference(DRAFT[0], Sampling())
-    proposed = rng.choice(V, DRAWS, p=q)
-    accepted = rng.random(DRAWS) < np.minimum(1, p / q)[proposed]
-    assert chi_square(np.where(accepted, proposed, rng.choice(V, DRAWS, p=p)), p) > 10 * LIMIT
-
-
 @pytest.mark.further  # the shares of many draws
 def test_acceptance_is_what_the_rule_says():
     sampling = SamplingParams.stack([Sampling()])
@@ -346,20 +336,6 @@ def test_knobs_make_no_nan_of_finite_logits():
     with jax.debug_nans(True):
         found = np.asarray(filtered_logits(logits, params, cond=as_asked))
     assert found[0].argmax() == TARGET[0].argmax() and np.isneginf(found[0]).sum() == V - 1 and found.max() == 0
-
-
-@pytest.mark.parametrize("num_top", [0, 2])
-def test_where_no_row_asks_for_the_most_probable_tokens_their_places_are_there(num_top):
-    """[B X Z], as where one asks: programs that do and that do not give arrays of one shape."""
-    given = jax.tree.map(jnp.asarray, (
-        np.broadcast_to(TARGET, (2, K + 1, V)), Proposal(np.zeros((2, K), np.int32)),
-        SamplingParams.stack([GREEDY] * 2), DrawContext(recent=np.repeat(EMPTY.recent, 2, axis=0)),
-        np.full(2, POSITION, np.int32), np.ones(2, bool),
-    ))  # fmt: skip
-    of = partial(jax.eval_shape, partial(verify, num_top=num_top))
-    asked, found = of(*given), of(*given[:-1])
-    for top, of_asked in ((found.top_ids, asked.top_ids), (found.top_logprobs, asked.top_logprobs)):
-        assert top.shape == (2, K + 1, num_top) and (top.shape, top.dtype) == (of_asked.shape, of_asked.dtype)
 
 
 def test_lookup_remembers_the_new_tokens_of_each_row(unchecked):

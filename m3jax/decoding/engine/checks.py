@@ -76,7 +76,7 @@ def check_dispatch_ahead(asked: bool | None, device_pages: int | None) -> bool:
 
 def as_invariant(model: TargetModel) -> TargetModel:
     """Return the model in its invariant mode; ValueError if it has none."""
-    with_invariance = getattr(model, "with_invariance", None)  # a method of `InvariantModel`
+    with_invariance = getattr(model, "with_invariance", None)  # as `M3` has it
     if with_invariance is None:
         raise ValueError(f"invariant = True needs an M3, and the model is a {type(model).__name__}")
     return with_invariance()

@@ -28,7 +28,7 @@ def as_drafter(draft: Drafter | str | PathLike[str] | None, model: TargetModel) 
         raise ValueError(f"draft is {shown(draft)}: give 'builtin', 'ngram', an EAGLE3 draft's folder, or a drafter")
     if draft == "ngram":
         return PromptLookup()
-    load = getattr(model, "load_drafter", None)  # a method of `DraftedModel`
+    load = getattr(model, "load_drafter", None)  # a method of `m3jax.hub.M3`
     if load is None:
         raise ValueError(
             f"draft = {shown(fspath(draft))}: a {type(model).__name__} loads no draft by its name, an M3 of m3jax.load "
