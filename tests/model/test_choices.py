@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import tiny
 
+from m3jax.execution.validity import are_blocks
 from m3jax.model import M3, Choices, definition
 from m3jax.model.choices import NAMES, shapes_of
 
@@ -213,3 +214,11 @@ def test_choices_that_no_model_can_have_made_are_found():
         )
     assert "own block 0" in of_blocks(1, [0, 1, -1], head=0)
     assert Choices().find_problem(config, *at) is None
+
+
+def test_blocks_ascend_up_to_the_own_one_and_end_there():
+    """Of a token in block 4: -1 stands behind it alone."""
+    right = [[0, 2, 4, -1, -1], [4, -1, -1, -1, -1], [0, 1, 2, 3, 4]]
+    wrong = [[0, 2, 3, -1, -1], [0, 4, 2, -1, -1], [0, 0, 4, -1, -1], [-1, 4, -1, 5, -1], [0, -1, 4, -1, 5]]
+    assert are_blocks(np.array(right), np.full(3, 4)).tolist() == [True] * 3
+    assert are_blocks(np.array(wrong), np.full(5, 4)).tolist() == [False] * 5

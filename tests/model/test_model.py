@@ -180,15 +180,6 @@ def test_one_program_for_all_lengths():
     assert extend._cache_size() == programs
 
 
-@pytest.mark.parametrize("missing", ["positions", "lengths"])
-def test_a_cache_needs_positions_and_lengths(missing):
-    positions = jnp.zeros((BATCH, 1), jnp.int32)
-    arguments = dict(positions=positions, lengths=jnp.ones(BATCH, jnp.int32))
-    del arguments[missing]
-    with pytest.raises(ValueError, match=r"positions \[B T\] and lengths \[B\]"):
-        model()(jnp.asarray(tokens()[:, :1]), cache=empty_cache(), **arguments)
-
-
 # Padding, poison, companions
 
 
