@@ -1,8 +1,8 @@
 """Sizes at which one way to compute becomes faster than another, as they were measured.
 
 They decide which implementation runs, never what it means. Those of kernels are of one H200 with jax 0.11.2 and
-bfloat16, 23 November 2026 (`scripts/bench_gpu.py`); those of XLA's ways are of two x86 cores with jax 0.10.2,
-November 2026 (`scripts/bench_cpu.py`). No TPU was measured.
+bfloat16, 23 November 2026 (`scripts/bench.py gpu`); those of XLA's ways are of two x86 cores with jax 0.10.2,
+November 2026 (`scripts/bench.py cpu`). No TPU was measured.
 """
 
 import math

@@ -84,7 +84,8 @@ def test_other_arithmetic_is_refused(changes):
     ("script", "words"),
     [
         ("peer_llama_cpp", ["convert", "m3.gguf"]), ("peer_llama_cpp", ["compare", "m3.gguf"]),
-        ("peer_llama_cpp", ["dump", "m3.gguf", "out.npz"]), ("bench_llama_cpp", []),
+        ("peer_llama_cpp", ["dump", "m3.gguf", "out.npz"]),
+        ("bench", ["cpu", "--beside", "llama.cpp"]),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -97,7 +98,8 @@ def test_what_is_not_installed_is_named_in_one_line(script, words, monkeypatch, 
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     package = "llama-cpp-python" if words[:1] in (["compare"], ["dump"]) else "gguf"
-    assert line.startswith(f"{script}: {package} is not installed") and line.endswith("pip install 'm3jax[llama-cpp]'")
+    name = "bench.py cpu" if script == "bench" else script
+    assert line.startswith(f"{name}: {package} is not installed") and line.endswith("pip install 'm3jax[llama-cpp]'")
     assert not list(tmp_path.iterdir())
 
 

@@ -46,7 +46,7 @@ def test_a_server_begins_drains_and_ends():
         "--prefill-chunk",
         "64",
         "--dtype",
-        "float32",  # all as in `bench_serve.py --smoke`: what one has compiled the other finds
+        "float32",  # all as in `bench.py serve --smoke`: what one has compiled the other finds
     ]
     with subprocess.Popen(server_command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -43,13 +43,13 @@ def test_faults_leave_nothing_behind():
 
 
 @pytest.mark.further  # a script
-def test_load_runs():
+def test_load_runs(tmp_path):
     """Each workload's requests are answered whole, by our server alone."""
-    lines = run_script("bench_serve.py", "--smoke").splitlines()
-    rows = [line.split() for line in lines if " m3jax " in line]
-    assert [row[0] for row in rows] == ["chat", "agentic", "images"]
-    for _, _, _, asked, whole, *_ in rows:
-        assert int(asked) == int(whole) > 0
+    kept = tmp_path / "rows.json"
+    run_script("bench.py", "serve", "--smoke", "--json", str(kept))
+    rows = [row for row in json.loads(kept.read_text())["rows"] if "asked" in row]
+    assert [row["workload"].partition(",")[0] for row in rows] == ["chat", "agentic", "images"]
+    assert all(row["server"] == "m3jax" and row["asked"] == row["whole"] > 0 for row in rows)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), st.integers(1, 40))

@@ -1,11 +1,8 @@
 """Fine-tuning: packed documents as if alone, micro-batches as one batch, choices that are made once, runs that stop."""
 
 import json
-import os
-import re
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -304,16 +301,6 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path):
     assert run(tmp_path / "cut", say=said.append) == whole and "going on from step 3" in said
     said.clear()
     assert run(tmp_path / "cut", say=said.append) == whole and not said, "a finished run trains no further"
-
-
-@pytest.mark.further  # in processes; stopped in this one: the test above
-def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
-    """By SIGKILL at a random moment: the same losses in every step. The script does it 20 times."""
-    words = [sys.executable, str(ROOT / "scripts" / "kill_training.py"), "--out", str(tmp_path), "--kills", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*words, "--steps", "20"], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"1 kills, 20 steps in \d+ s undisturbed: the same losses", done.stdout.splitlines()[-1])
 
 
 def test_what_reads_the_events_of_a_run(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The policy's loss beside tunix's `grpo_loss_fn`: values and gradients stored by scripts/tunix_losses.py."""
+"""The policy's loss beside tunix's `grpo_loss_fn`: the values and gradients that its source gave."""
 
 import json
 from pathlib import Path

@@ -1,65 +1,66 @@
 """Images a second on one core, from a file to patches, beside transformers and torchvision where they can run.
 
-    python scripts/bench_media.py                  # 1080p, 4K, 720p and a small picture, 5 seconds each
-    python scripts/bench_media.py --seconds 1
+    bench.py media                  # 1080p, 4K, 720p and a small picture, 5 seconds each
+    bench.py media --seconds 1
 
-One thread each, in one process, in turns; times are the process's, so that other work on the machine is not in them.
-"theirs" is torchvision's resize of bytes (torch's own where only that is installed), and transformers' processor for
-all else, which needs torch and torchvision (pip install torchvision, of the build that torch is of); without them our
-own columns stand alone. Where both run, their patches are compared.
+One thread each, by turns; times are the process's, so that other work on the machine is not in them. "theirs" is
+torchvision's resize of bytes (torch's own where only that is installed), and transformers' processor for all else,
+which needs torch and torchvision (pip install torchvision, of the build that torch is of); without them our own columns
+stand alone. Where both run, their patches are compared: the status is 1 where they differ.
 """
 
-import argparse
-import io
 import os
-import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 # One thread each: read when numpy and torch are imported.
 os.environ |= dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
+import io
+import time
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
-from measuring import medians
 from PIL import Image
 
+from benchmarks.harness import Option
+from benchmarks.timing import medians
 from m3jax.media import process_image, resize_bicubic, smart_resize
 
+USES_DEVICE, PACKAGES = False, ("pillow", "torch", "torchvision", "transformers")
 SIZES = {"1080p": (1080, 1920), "4K": (2160, 3840), "720p": (720, 1280), "small": (300, 400)}
+OPTIONS = dict(
+    seconds=Option(5.0, "Seconds for each row", smoke=0.1),
+    sizes=Option([*SIZES], "Pictures", smoke=["small"], choices=[*SIZES]),
+)
 
 
-def main() -> int:
-    """Print a line for each size and step; ends with 1 where the two make other patches."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each line (default: 5)")
-    args = parser.parse_args()
+def measure(args):
+    """Yield a row for each picture and step."""
     if not args.seconds > 0:
-        parser.error(f"--seconds {args.seconds}: must be positive")
+        raise ValueError(f"--seconds is {args.seconds}; it must be positive")
     theirs, is_equal = transformers_processor(), True
-    print(", ".join(f"{name} {version}" for name, version in versions().items()))
-    print(f"{'picture':8s} {'step':22s} {'ours, ms':>9s} {'a second':>9s} {'theirs, ms':>11s} {'a second':>9s}")
-    for name, size in SIZES.items():
-        pixels = scene(*size)
+    if isinstance(theirs, str):
+        yield f"without transformers' processor: {theirs}"
+        theirs = None
+    for name in args.sizes:
+        size = SIZES[name]
+        pixels, target = scene(*size), smart_resize(*size)
         files = {kind: encoded(pixels, kind) for kind in ("JPEG", "PNG")}
-        target = smart_resize(*size)
-        steps = {"resize": (lambda: resize_bicubic(pixels, *target), their_resize(pixels, target))}  # noqa: B023
-        steps["pixels to patches"] = (lambda: process_image(pixels), theirs and (lambda: theirs(pixels)))  # noqa: B023
+        steps: dict[str, tuple] = {
+            "resize": (lambda: resize_bicubic(pixels, *target), their_resize(pixels, target)),  # noqa: B023
+            "pixels to patches": (lambda: process_image(pixels), theirs and (lambda: theirs(pixels))),  # noqa: B023
+        }
         for kind, data in files.items():
             ours = lambda data=data: process_image(data)
             steps[f"{kind} to patches"] = (ours, theirs and (lambda data=data: theirs(decoded(data))))
-        for step, (ours, other) in steps.items():
-            mine, *his = medians([ours] if other is None else [ours, other], args.seconds, time.process_time)
-            columns = f"{1e3 * mine:9.1f} {1 / mine:9.1f}"
-            columns += "".join(f" {1e3 * seconds:11.1f} {1 / seconds:9.1f}" for seconds in his)
-            print(f"{name:8s} {step:22s} {columns}", flush=True)
+        for step, calls in steps.items():
+            ours, *other = medians([call for call in calls if call is not None], args.seconds, time.process_time)
+            yield {"picture": f"{name}, {step}", "ms": 1e3 * ours, "a second": 1 / ours,
+                   "theirs, ms": 1e3 * other[0] if other else None}  # fmt: skip
         if theirs is not None:
             is_equal &= np.array_equal(process_image(files["PNG"]).patches, theirs(decoded(files["PNG"])))
-    if theirs is not None:
-        print(f"patches of both are equal in every bit: {'yes' if is_equal else 'NO'}")
-    return 0 if is_equal else 1
+    if not is_equal:
+        raise SystemExit("the patches of both differ")
 
 
 def scene(height: int, width: int) -> np.ndarray:
@@ -83,15 +84,6 @@ def decoded(data: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the libraries that are measured, as far as they are installed."""
-    found = {}
-    for name in ("numpy", "pillow", "torch", "torchvision", "transformers"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
 def their_resize(pixels: np.ndarray, target: tuple[int, int]) -> Callable[[], Any] | None:
     """torchvision's resize of the same bytes, or torch's, if there is one."""
     try:
@@ -108,16 +100,11 @@ def their_resize(pixels: np.ndarray, target: tuple[int, int]) -> Callable[[], An
     return lambda: resize_image(planes, list(target), InterpolationMode.BICUBIC, antialias=True)
 
 
-def transformers_processor() -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return transformers' function from pixels to patches; if it cannot be imported, None, and print why."""
+def transformers_processor() -> Callable[[np.ndarray], np.ndarray] | str:
+    """Return transformers' function from pixels to patches, or why it cannot be imported."""
     try:
         from transformers.models.minimax_m3_vl.image_processing_minimax_m3_vl import MiniMaxM3VLImageProcessor
     except (ImportError, RuntimeError) as error:
-        print(f"without transformers' processor: {error}".splitlines()[0], file=sys.stderr)
-        return None
+        return str(error).splitlines()[0]
     processor = MiniMaxM3VLImageProcessor()
     return lambda pixels: processor(pixels, input_data_format="channels_last", return_tensors="np")["pixel_values"]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

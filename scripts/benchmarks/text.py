@@ -1,44 +1,41 @@
-"""Checks that turning streamed tokens into text takes the same time for each token, whatever came before it.
+"""Time a token of turning streamed tokens into text, which must not depend on what came before it.
 
-    python scripts/bench_text.py                     # 1,000,000 tokens, and half as many
-    python scripts/bench_text.py --tokens 50000      # a quick look
+    bench.py text                       # 1,000,000 tokens, and half as many
+    bench.py text --tokens 50000        # a quick look
 
 Streams of the embedded tokenizer (ByteLevel) and of a small one with ByteFallback, over text and over tokens that make
 none: bytes that belong to no character, beginnings of characters. Ends with 1 where twice the tokens took more than
 three times the time.
 """
 
-import argparse
-import sys
 import time
 
 import tokenizers
 from tokenizers import decoders, models
 
+from benchmarks.harness import Option
 from m3jax.assets import embedded_path
 from m3jax.text import Tokenizer
 
+USES_DEVICE, PACKAGES = False, ("tokenizers",)
 MOST = 3.0  # times the time for twice the tokens
+OPTIONS = dict(tokens=Option(1_000_000, "Tokens of a stream", smoke=20_000))
 
 
-def main() -> int:
-    """Print a line for each stream, and say whether all are linear."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=1_000_000)
-    args = parser.parse_args()
+def measure(args):
+    """Yield a row for each stream."""
     if args.tokens < 2:
-        parser.error(f"--tokens {args.tokens}: must be at least 2")
+        raise ValueError(f"--tokens is {args.tokens}; it must be at least 2")
     is_linear = True
-    print(f"{'stream':14s} {'of':24s} {'tokens':>10s} {'seconds':>9s} {'us a token':>11s} {'ratio':>6s}")
     for name, tokenizer, cases in (byte_level(), byte_fallback()):
         for case, pattern in cases.items():
             ids = (pattern * (args.tokens // len(pattern) + 1))[: args.tokens]
             half, whole = seconds(tokenizer, ids[: args.tokens // 2]), seconds(tokenizer, ids)
             is_linear &= whole < MOST * half
-            each = 1e6 * whole / len(ids)
-            print(f"{name:14s} {case:24s} {len(ids):10,d} {whole:9.2f} {each:11.2f} {whole / half:6.2f}", flush=True)
-    print(f"twice the tokens in at most {MOST:g} times the time: {'yes' if is_linear else 'NO'}")
-    return 0 if is_linear else 1
+            yield {"stream": f"{name}, {case}", "tokens": len(ids), "seconds": whole,
+                   "us a token": 1e6 * whole / len(ids), "times half": whole / half}  # fmt: skip
+    if not is_linear:
+        raise SystemExit(f"twice the tokens took more than {MOST:g} times the time")
 
 
 def byte_level() -> tuple[str, Tokenizer, dict[str, list[int]]]:
@@ -68,7 +65,3 @@ def seconds(tokenizer: Tokenizer, ids: list[int]) -> float:
         stream.push(token)
     stream.flush()
     return time.process_time() - began
-
-
-if __name__ == "__main__":
-    sys.exit(main())

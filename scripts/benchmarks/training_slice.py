@@ -1,17 +1,17 @@
 """A training step of four layers of M3, at M3's widths, beside transformers' on the same GPU.
 
-    python scripts/bench_training_slice.py --lora 16 --experts 16          # adapters of attention, weights in bfloat16
-    python scripts/bench_training_slice.py --experts 8                     # all weights: float32 masters, AdamW
-    python scripts/bench_training_slice.py --lora 16 --loss grpo           # the clipped loss of a policy's rollouts
-    python scripts/bench_training_slice.py --widths tiny --length 64 --lora 4 --device cpu   # to see that it works
+    bench.py training_slice --lora 16 --experts 16          # adapters of attention, weights in bfloat16
+    bench.py training_slice --experts 8                     # all weights: float32 masters, AdamW
+    bench.py training_slice --lora 16 --loss grpo           # the clipped loss of a policy's rollouts
+    bench.py training_slice --widths tiny --length 64 --lora 4 --device cpu   # to see that it works
 
 M3's last dense layer and its first three sparse ones, with random weights, fewer experts (four of them for each token)
 and a smaller vocabulary: --vocab 200064 has all of M3's, whose head is then as large as all layers together. Rows are
 documents of one length, so that neither side pads; both compute in bfloat16, clip the gradient, take AdamW's step,
 leave the index branch as it is, and recompute nothing unless --remat says so. Each side is a process of its own, one
-after the other, so that each has all of the GPU's memory; the median step counts. The forward pass, whose program is
-the smaller one, is timed before the step. stderr has each program that is compiled and each step as they end, so that a
-run that is cut off has said how far it came.
+after the other, so that each has all of the GPU's memory; the median step counts, behind two that do not. The forward
+pass, whose program is the smaller one, is timed before the step. stderr has each step as it ends, so that a run that is
+cut off has said how far it came.
 
 m3jax's products are cuBLAS's first choice, as `m3jax.train` has them; --tuned compiles with XLA's defaults, which times
 kernels for each product. With --loss grpo the first quarter of each row is a prompt, the rest was drawn by the policy
@@ -20,137 +20,95 @@ token meets, of attention's visible keys, of index scores), without what is reco
 reach in bfloat16 (--peak).
 """
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-from bench_engine import four_layers
 
+from benchmarks.harness import Option, rows_of, start_part
+from benchmarks.models import four_layers
 from m3jax import M3Config
 
+USES_DEVICE, PACKAGES, REPEATS = False, ("torch", "transformers"), 5
 RATE = 1e-5
 SIDES = ("m3jax", "transformers")
+OPTIONS = dict(
+    widths=Option("m3", "Widths of the layers", smoke="tiny", choices=("m3", "tiny")),
+    experts=Option(8, "Experts of a layer"),
+    vocab=Option(32768, "Tokens of the vocabulary"),
+    loss=Option("sft", "Loss of the step", choices=("sft", "grpo")),
+    lora=Option(0, "Rank of adapters of attention, trained alone; 0 trains all weights", smoke=4),
+    length=Option(4096, "Tokens of a document", smoke=64),
+    rows=Option(2, "Documents of a step"),
+    remat=Option(False, "Recompute activations on both sides"),
+    keep_products=Option(False, "Recompute no products in m3jax's --remat"),
+    tuned=Option(False, "Let XLA time kernels for each of m3jax's products"),
+    peak=Option(989.0, "TFLOP/s of the device; an H100's by default"),
+    device=Option("cuda", "Device of both sides", smoke="cpu", choices=("cuda", "cpu")),
+    profile=Option(0, "Number of the dearest kernels of m3jax's step to show"),
+    sides=Option([*SIDES], "Sides", choices=SIDES),
+)
 
 
-def main() -> int:
-    """Time each side in a process of its own, and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", choices=("m3", "tiny"), default="m3")
-    parser.add_argument("--experts", type=int, default=8, help="of a layer (default: 8)")
-    parser.add_argument("--vocab", type=int, default=32768, help="tokens of the vocabulary (default: 32768)")
-    parser.add_argument("--loss", choices=("sft", "grpo"), default="sft", help="of the step (default: sft)")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of attention alone")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a document (default: 4096)")
-    parser.add_argument("--rows", type=int, default=2, help="documents of a step (default: 2)")
-    parser.add_argument("--steps", type=int, default=5, help="that are timed, behind two that are not (default: 5)")
-    parser.add_argument("--remat", action="store_true", help="both sides recompute activations")
-    parser.add_argument("--keep-products", action="store_true", help="m3jax: with --remat, but not products")
-    parser.add_argument("--tuned", action="store_true", help="m3jax: XLA times kernels for each product")
-    parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the device (default: an H100's, 989)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--profile", type=int, metavar="KERNELS", help="m3jax: print the dearest kernels of a step")
-    parser.add_argument(
-        "--experts-implementation", help="of transformers, such as grouped_mm (default: its own choice)"
-    )
-    parser.add_argument("--sides", default=",".join(SIDES), help="default: both")
-    parser.add_argument("--json", type=Path, help="a file for the figures")
-    parser.add_argument("--in-this-process", choices=SIDES, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.in_this_process:
-        print(json.dumps(measure(args)))
-        return 0
-    config = config_of(args)
-    how = f"adapters of rank {args.lora}" if args.lora else "all weights, float32 masters"
-    print(f"{args.rows} x {args.length} tokens, {config.num_local_experts} experts, vocabulary of {config.vocab_size}; "
-          f"{how}{', recomputed' if args.remat else ''}", flush=True)  # fmt: skip
-    found = {}
-    for side in args.sides.split(","):
-        found[side] = in_child(side, sys.argv[1:], args)
-        print(line_of(side, found[side], args, config), flush=True)
-    seconds = [found[side]["seconds"] for side in SIDES if "seconds" in found.get(side, {})]
-    if len(seconds) == 2:
-        print(f"{seconds[1] / seconds[0]:.2f} times transformers' speed")
-    if args.json:
-        args.json.write_text(json.dumps({"arguments": sys.argv[1:], **found}, indent=1) + "\n", encoding="utf-8")
-    return int(any("error" in of_side for of_side in found.values()))
+def measure(args):
+    """Yield a row for each side, timed in a process of its own."""
+    failed = []
+    for side in args.sides:
+        on_host = args.device == "cpu" or side == "transformers"  # torch alone has the GPU then
+        environment = {"JAX_PLATFORMS": "cpu"} if on_host else {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+        try:
+            with start_part(args, side, env=environment) as process:
+                yield from rows_of(process)
+        except ChildProcessError as error:
+            failed.append(f"{side}: {error}")
+    if failed:
+        raise SystemExit("; ".join(failed))
 
 
-def config_of(args: argparse.Namespace) -> M3Config:
-    """Return the configuration of the slice."""
-    if args.widths == "tiny":
-        return M3Config.tiny()
-    return replace(
-        four_layers(), num_local_experts=args.experts, vocab_size=args.vocab, bos_token_id=0, eos_token_id=(1,)
-    )
-
-
-def in_child(side: str, words: list[str], args: argparse.Namespace) -> dict:
-    """Run one side, and return its figures, or {"error"}."""
-    on_host = args.device == "cpu" or side == "transformers"  # torch alone has the GPU then
-    environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if on_host else {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"})
-    command = [sys.executable, __file__, *words, "--in-this-process", side]
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)  # stderr is passed on as it comes
-    lines = run.stdout.strip().splitlines()
-    if run.returncode or not lines:
-        return {"error": f"ended with {run.returncode}: see above"}
-    return json.loads(lines[-1])
-
-
-def measure(args: argparse.Namespace) -> dict:
-    """Return the figures of one side: {"seconds", "first", "losses", "forward", ...}."""
-    from measuring import print_kernels
-    from measuring.compiles import compiles_said
-
-    config = config_of(args)
+def part(args):
+    """Yield one side's row, and its kernels if they are asked for."""
+    config = M3Config.tiny()
+    if args.widths == "m3":
+        config = replace(
+            four_layers(), num_local_experts=args.experts, vocab_size=args.vocab, bos_token_id=0, eos_token_id=(1,)
+        )
     tokens = np.random.default_rng(0).integers(2, config.vocab_size, (args.rows, args.length)).astype(np.int32)
-    with compiles_said() if args.in_this_process == "m3jax" else nullcontext():
-        forward, step, figures = (ours if args.in_this_process == "m3jax" else theirs)(config, tokens, args)
-        passes, _ = in_turn(forward, "forward pass", args)
-        times, losses = in_turn(step, "step", args)
-        if args.profile and args.in_this_process == "m3jax":
-            print_kernels(step, args.profile, sys.stderr)
-    return {
-        "seconds": statistics.median(times[2:]), "first": times[0], "losses": losses,
-        "forward": statistics.median(passes[2:]), **figures(),
+    is_ours = args.part == "m3jax"
+    forward, step, figures = (ours if is_ours else theirs)(config, tokens, args)
+    passes, _ = timed(forward, "forward pass", args)
+    times, losses = timed(step, "step", args)
+    seconds, count = statistics.median(times[2:]), args.rows * args.length
+    rate = flops(config, args.length, bool(args.lora)) * count / seconds
+    yield {
+        "side": args.part, "ms a step": 1e3 * seconds, "tokens/s": count / seconds,
+        "of peak": rate / (args.peak * 1e12), "forward, ms": 1e3 * statistics.median(passes[2:]),
+        "first step, s": times[0], "first loss": losses[0], "last loss": losses[-1], **figures(),
     }  # fmt: skip
+    if args.profile and is_ours:
+        from benchmarks.timing import kernel_rows
+
+        yield from kernel_rows(step, args.profile)
 
 
-def in_turn(call: Callable[[], float], name: str, args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Call a function some times, say each on stderr, and return the seconds and what it returned.
+def timed(call: Callable[[], float], name: str, args) -> tuple[list[float], list[float]]:
+    """Call a function that takes a step or a pass, say each on stderr, and return the seconds and the losses.
 
     The first call compiles, and the second may still grow the memory of an allocator: neither counts.
-
-    Args:
-      call: takes a step, or a pass, and returns its loss.
-      name: of what it does.
-      args: of the command line.
     """
     times, losses = [], []
-    for number in range(args.steps + 2):
+    for number in range(args.repeats + 2):
         began = time.perf_counter()
         losses.append(call())
         times.append(time.perf_counter() - began)
-        speed = f"{times[-1] * 1e3:.1f} ms, {tokens_of(args) / times[-1]:.0f} tokens/s"
-        line = f"{args.in_this_process}: {name} {number + 1}: {speed}, loss {losses[-1]:.4f}"
+        line = f"{args.part}: {name} {number + 1}: {times[-1] * 1e3:.1f} ms, loss {losses[-1]:.4f}"
         print(line, file=sys.stderr, flush=True)
     return times, losses
 
 
-def tokens_of(args: argparse.Namespace) -> int:
-    """Return the tokens of a step."""
-    return args.rows * args.length
-
-
-def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tuple[Callable, Callable, Callable]:
+def ours(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable, Callable]:
     """Return m3jax's forward pass and step, which give the loss, and a function that gives its figures."""
     import jax
     import jax.numpy as jnp
@@ -206,7 +164,7 @@ def ours(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tupl
     def figures() -> dict:
         device = jax.devices()[0]
         peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-        return {"parameters": count, "gigabytes": peak / 1e9, "device": f"{device.device_kind}, jax {jax.__version__}"}
+        return {"parameters, B": count / 1e9, "GB at most": peak / 1e9, "device": device.device_kind}
 
     return forward, step, figures
 
@@ -218,12 +176,13 @@ def rollouts_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return drawn, np.where(np.arange(rows) % 2, -0.5, 1.0).astype(np.float32)
 
 
-def theirs(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tuple[Callable, Callable, Callable]:
+def theirs(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable, Callable]:
     """Return transformers' forward pass and step, which give the loss, and a function that gives its figures."""
     import torch
-    import transformers
     from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLConfig
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
+
+    from benchmarks.training import torch_update
 
     class Adapter(torch.nn.Module):
         """A linear layer with an adapter, as PEFT computes one."""
@@ -240,8 +199,6 @@ def theirs(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tu
 
     settings = MiniMaxM3VLConfig.from_dict(config.to_dict()).text_config
     settings._attn_implementation = "sdpa"
-    if args.experts_implementation:
-        settings._experts_implementation = args.experts_implementation
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if args.lora else torch.float32)
     with torch.device(args.device):
@@ -260,9 +217,7 @@ def theirs(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tu
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=args.device == "cuda" or None
-    )
+    update = torch_update(trained, RATE, fused=args.device == "cuda" or None)
     ids = torch.from_numpy(tokens).long().to(args.device)
     drawn, advantages = (torch.from_numpy(np.array(x)).to(args.device) for x in rollouts_of(tokens))
 
@@ -280,38 +235,12 @@ def theirs(config: M3Config, tokens: np.ndarray, args: argparse.Namespace) -> tu
         with torch.no_grad():
             return float(read_loss())
 
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = read_loss()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        return float(loss.detach())  # waits for the device
-
     def figures() -> dict:
         is_gpu = args.device == "cuda"
-        name = torch.cuda.get_device_name() if is_gpu else "cpu"
-        return {
-            "parameters": count,
-            "gigabytes": torch.cuda.max_memory_allocated() / 1e9 if is_gpu else 0.0,
-            "device": f"{name}, torch {torch.__version__}, transformers {transformers.__version__}",
-        }
+        peak, name = (torch.cuda.max_memory_allocated(), torch.cuda.get_device_name()) if is_gpu else (0, "cpu")
+        return {"parameters, B": count / 1e9, "GB at most": peak / 1e9, "device": name}
 
-    return forward, step, figures
-
-
-def line_of(side: str, found: dict, args: argparse.Namespace, config: M3Config) -> str:
-    """Return the line that is printed of one side."""
-    if "error" in found:
-        return f"{side:>14}: {found['error']}"
-    seconds, tokens = found["seconds"], tokens_of(args)
-    share = flops(config, args.length, bool(args.lora)) * tokens / seconds / (args.peak * 1e12)
-    return (
-        f"{side:>14}: {seconds * 1e3:8.1f} ms a step, {tokens / seconds:8.0f} tokens/s, {share:.1%} of {args.peak:g} "
-        f"TFLOP/s, forward pass {found['forward'] * 1e3:.1f} ms, {found['gigabytes']:.1f} GB at most; "
-        f"{found['parameters'] / 1e9:.2f}B parameters, loss {found['losses'][0]:.3f} to {found['losses'][-1]:.3f}; "
-        f"first step {found['first']:.0f} s; {found['device']}"
-    )
+    return forward, lambda: update(read_loss()), figures
 
 
 def flops(config: M3Config, length: int, only_adapters: bool) -> float:
@@ -337,7 +266,3 @@ def flops(config: M3Config, length: int, only_adapters: bool) -> float:
         keys += stack.num_layers * (mean_chosen if stack.is_sparse else mean_keys)
     of_weights = (4 if only_adapters else 6) * weights
     return of_weights + 3 * 4 * heads * dim * keys + scores
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,22 +1,24 @@
-"""Times every GPU kernel at M3's shapes beside dense attention: `python scripts/bench_gpu.py`.
+"""Time every GPU kernel at M3's shapes beside dense attention, on an NVIDIA GPU.
 
-Times are medians of what the profiler saw on the device, summed over all kernels of an op, its small ones included.
-"near" selections come from index queries that drift slowly, "random" ones are uniform.
+Times are medians of what the profiler saw on the device, summed over all kernels of an op, its small ones included. The
+roofline is that of a matrix product and of a copy, measured now. "near" selections come from index queries that drift
+slowly, "random" ones are uniform.
 """
 
-import argparse
 import os
-import sys
-from functools import partial
 
 # Kernels inside a command buffer have no times of their own.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
 
+from collections.abc import Iterator
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measuring import kernel_times
 
+from benchmarks.harness import Option
+from benchmarks.timing import kernel_times
 from m3jax.cache import LayerCall, Places, Scales, StackCache
 from m3jax.execution import Projections
 from m3jax.model.layers import swiglu_oai
@@ -38,14 +40,50 @@ from pallas_kernels.stacked_project import MOST_ROWS
 DRIFT = 0.999  # correlation of neighbouring index queries: neighbours then share nine of ten blocks
 COLD = 600 << 20  # bytes to rotate through, so that nothing is found in the cache
 INSERT = [(1, 1), (8, 1), (32, 1), (8, 4), (1, 2048), (1, 8192)]  # rows, tokens
-TARGET = {
-    "prefill 8,192": 1900, "prefill 32,768": 8300, "prefill 65,536": 18000, "prefill 131,072": 44000,
-    "chunk 8,192 at 1,048,576": 19000, "decode 1 at 131,072": 28, "decode 1 at 1,048,576": 80,
-    "decode 8 at 131,072": 85, "decode 32 at 131,072": 290, "verify 8 x 4 at 131,072": 100,
-}  # fmt: skip
+Rows = Iterator[dict]
+OPTIONS = dict(
+    only=Option("", "Text that the shapes' names have: a part of insert, experts, dense, projections, prefill, decode"),
+    no_dense=Option(False, "Leave dense attention out"),
+)
+
+
+def measure(args):
+    """Yield a row for each kernel and shape."""
+    if jax.default_backend() != "gpu":
+        raise ValueError(f"jax runs on {jax.default_backend()!r} here: this needs an NVIDIA GPU and jax[cuda13]")
+    peak, bandwidth = ceilings()
+    yield f"ceilings measured now: {peak / 1e6:.0f} TFLOP/s in bfloat16, {bandwidth / 1e6:.2f} TB/s copied"
+    for s in (*PREFILL, *DECODE):
+        if args.only in s.name:
+            rows = prefill(s, peak, args.no_dense) if s in PREFILL else decode(s, bandwidth, args.no_dense)
+            yield from rows
+    for batch, queries in INSERT if args.only in "insert" else ():
+        yield from insert(batch, queries, bandwidth)
+    if args.only in "experts":
+        yield from experts(peak, bandwidth)
+    if args.only in "dense":
+        yield from dense(peak)
+    if args.only in "projections":
+        yield from projections(peak, bandwidth)
+
+
+def row(
+    shape: str, kernel: str, us: float, floor: float | None = None, *, flops: float | None = None,
+    size: float | None = None, kernels: int | None = None, note: str | None = None,
+) -> dict:  # fmt: skip
+    """Return a row: microseconds, the least that they can be, and what they compute or move a second."""
+    return {
+        "shape": shape, "kernel": kernel, "us": float(us), "of roofline": floor / us if floor else None,
+        "TFLOP/s": flops / us / 1e6 if flops else None, "TB/s": size / us / 1e6 if size else None, "kernels": kernels,
+        "note": note,
+    }  # fmt: skip
+
+
+# Inputs
 
 
 def normal(seed: int, *shape, dtype=jnp.bfloat16):
+    """Return normal numbers."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
@@ -75,127 +113,9 @@ def uniform(s: Shape):
     return jnp.concatenate([piece(jax.random.key(i), jnp.asarray(x)) for i, x in enumerate(pieces)], axis=1)[None]
 
 
-def line(name: str, us: float, floor: float, extra: str = "") -> None:
-    number = f"{us / 1e3:9.3f} ms" if us >= 1000 else f"{us:9.1f} us"
-    print(f"  {name:34} {number}  {100 * floor / us:5.1f}% of its roofline {extra}", flush=True)
-
-
-def verdict(s: Shape, label: str, us: float, unit: str) -> str:
-    """Return a note whether a total meets its target, 1.3 times as long for random selections; "" without a target."""
-    reach = TARGET.get(s.name, 0) * (1.3 if label == "random" else 1.0)
-    number = f"{reach / 1e3:.2f}" if unit == "ms" else f"{reach:.0f}"
-    return f"reach {number}: {'met' if us <= reach else 'MISSED'}" if reach else ""
-
-
 def shuffled(batch: int, blocks: int, seed: int = 0):
     """A table of pages of which no two blocks share one."""
     return jnp.asarray(np.random.default_rng(seed).permutation(batch * blocks).reshape(batch, blocks), jnp.int32)
-
-
-def bench_prefill(s: Shape, peak: float, dense: bool) -> None:
-    at = jnp.arange(s.context - s.queries, s.context, dtype=jnp.int32)[None], jnp.array([s.context], jnp.int32)
-    index_q, index_k = drifting(s), normal(1, 1, s.context, s.width)
-    q = normal(2, 1, s.queries, s.heads, s.width)
-    k, v = (normal(i, 1, s.kv_heads, s.context, s.width) for i in (3, 4))
-    score = jax.jit(lambda q, k, *at: index_topk(
-        q, contiguous(k, s.block_size), *at, top_k=s.top_k, backend="triton"))  # fmt: skip
-    index, _ = kernel_times(score, [(index_q, index_k, *at)], 4)
-    line("index_topk", index, s.index_flops / peak, f"{s.index_flops / index / 1e6:.0f} TFLOP/s")
-    near = score(index_q, index_k, *at)
-    total = {}
-    for label, blocks in (("near", near), ("random", uniform(s))):
-        for schedule in ("query_union", "kv_block_major"):
-            attend = jax.jit(lambda q, k, v, *rest, schedule=schedule: sparse_prefill(
-                q, contiguous(k, s.block_size), contiguous(v, s.block_size), *rest,
-                schedule=schedule, backend="triton")[0])  # fmt: skip
-            us, _ = kernel_times(attend, [(q, k, v, blocks, *at)], 3)
-            useful = s.attention_flops / us / 1e6
-            line(f"{schedule}, {label}", us, s.attention_flops / peak, f"{useful:.0f} TFLOP/s of chosen blocks")
-            total[label] = min(us, total.get(label, np.inf))
-    for label, us in total.items():
-        print(f"  total, {label:27} {(index + us) / 1e3:9.3f} ms  {verdict(s, label, index + us, 'ms')}")
-    if dense:
-        keys, values = (x.swapaxes(1, 2) for x in (k, v))
-        us, _ = kernel_times(jax.jit(cudnn(s)), [(q, keys, values, at[1])], 2)
-        ratio = us / (index + total["near"])
-        line("dense, cuDNN", us, s.dense_flops / peak, f"{ratio:.2f}x the time of near selections")
-
-
-def cudnn(s: Shape):
-    """Dense attention of whole rows; of a chunk without a mask, since cuDNN's causal one starts at the first key."""
-    if s.queries == s.context:
-        return cudnn_causal
-    return lambda q, k, v, lengths: jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-
-
-def bench_decode(s: Shape, bandwidth: float, dense: bool) -> None:
-    at = (
-        jnp.broadcast_to(jnp.arange(s.context - s.queries, s.context, dtype=jnp.int32), (s.batch, s.queries)),
-        jnp.full((s.batch,), s.context, jnp.int32),
-    )
-    index = bench_decode_index(s, at, bandwidth)
-    near = bench_decode_selected(s, at, index, bandwidth)
-    if dense:
-        bench_decode_dense(s, at, near, bandwidth)
-
-
-def bench_decode_index(s: Shape, at, bandwidth: float) -> dict[str, float]:
-    """Microseconds with index keys of either dtype."""
-    pages = s.batch * s.blocks
-    layers = max(1, COLD // (pages * s.block_size * s.width * 2))
-    table = shuffled(s.batch, s.blocks)
-    index_q = normal(1, s.batch, s.queries, s.kv_heads, s.width)
-    index_k = normal(2, layers, pages, s.block_size, s.width)
-    times = {}
-    for name, pool in (("bf16", index_k), ("e4m3", index_k.astype(jnp.float8_e4m3fn))):
-        score = jax.jit(
-            lambda q, k, table, layer, *at: index_topk_decode(
-                q, paged(k, table, layer), *at, top_k=s.top_k, backend="triton"
-            )
-        )
-        calls = [(index_q, pool, table, jnp.int32(i), *at) for i in range(layers)]
-        us, _ = kernel_times(score, calls, 24)
-        size = s.index_bytes * pool.dtype.itemsize / 2
-        line(f"index_topk_decode, {name}", us, size / bandwidth, f"{size / us / 1e6:.2f} TB/s")
-        times[name] = us
-    return times
-
-
-def bench_decode_selected(s: Shape, at, index: dict[str, float], bandwidth: float) -> float:
-    """Time attention over selected blocks, and print its sums with the index kernel's times.
-
-    Returns the microseconds of the sum for the first kind of selections, with index keys in bfloat16.
-    """
-    # Fewer pages of K and V than rows have blocks do: what is not selected is not read.
-    pages, rng, totals = min(s.batch * s.blocks, 8192), np.random.default_rng(0), []
-    k, v = (normal(i, pages, s.kv_heads, s.block_size, s.width) for i in (3, 4))
-    q = normal(5, s.batch, s.queries, s.heads, s.width)
-    attend = jax.jit(lambda q, k, v, table, *rest: sparse_decode(
-        q, paged(k, table), paged(v, table), *rest, backend="triton")[0])  # fmt: skip
-    for label in ("near", "random") if s.queries > 1 else ("any",):
-        calls = []
-        for _ in range(8):
-            table = jnp.asarray(rng.integers(0, pages, (s.batch, s.blocks)), jnp.int32)
-            calls.append((q, k, v, table, chosen(s, rng, label), *at))
-        us, _ = kernel_times(attend, calls, 24)
-        size = s.selected_bytes * (s.queries if label == "random" else 1)
-        line(f"sparse_decode, {label}", us, size / bandwidth, f"{size / us / 1e6:.2f} TB/s")
-        bf16, e4m3 = (index[name] + us for name in ("bf16", "e4m3"))
-        found = verdict(s, label, bf16, "us")
-        print(f"  sum, {label:29} {bf16:9.1f} us  {found}; with e4m3 index keys {e4m3:.1f} us")
-        totals.append(bf16)
-    return totals[0]
-
-
-def bench_decode_dense(s: Shape, at, near: float, bandwidth: float) -> None:
-    """Time attention over everything that a query sees, and print its ratio to `near` microseconds."""
-    k, v = (normal(i, s.batch * s.blocks, s.kv_heads, s.block_size, s.width) for i in (3, 4))
-    q, table = normal(5, s.batch, s.queries, s.heads, s.width), shuffled(s.batch, s.blocks, seed=1)
-    attend = jax.jit(lambda q, k, v, table, *at: dense_decode(
-        q, paged(k, table), paged(v, table), *at, kv_heads=s.kv_heads, backend="triton")[0])  # fmt: skip
-    us, _ = kernel_times(attend, [(q, k, v, table, *at)], 4)
-    floor = s.dense_bytes / bandwidth
-    line("dense_decode", us, floor, f"{us / near:.1f}x the time of near selections; its bytes alone {floor:.0f} us")
 
 
 def chosen(s: Shape, rng, label: str):
@@ -209,8 +129,121 @@ def chosen(s: Shape, rng, label: str):
     return jnp.asarray(out)
 
 
-def bench_insert(batch: int, queries: int, bandwidth: float) -> None:
-    """Norm, rotary embedding and write of a layer's tokens: the kernel, and what XLA makes of the model's code."""
+def draw_mxfp8(key, shape: tuple[int, ...], exponent: int) -> MXFP8Array:
+    """Return random weights [..., D, F] with one scale for every 32 inputs."""
+    codes = jax.random.bits(key, shape, jnp.uint8)
+    scales = jnp.full((*shape[:-2], shape[-2] // 32, shape[-1]), exponent, jnp.uint8)
+    return MXFP8Array(jnp.where(codes & 127 == 127, 0, codes), scales)
+
+
+# Attention
+
+
+def prefill(s: Shape, peak: float, no_dense: bool) -> Rows:
+    """Yield the index kernel, each schedule of attention over near and random selections, their sums, and cuDNN."""
+    at = jnp.arange(s.context - s.queries, s.context, dtype=jnp.int32)[None], jnp.array([s.context], jnp.int32)
+    index_q, index_k = drifting(s), normal(1, 1, s.context, s.width)
+    q = normal(2, 1, s.queries, s.heads, s.width)
+    k, v = (normal(i, 1, s.kv_heads, s.context, s.width) for i in (3, 4))
+    score = jax.jit(lambda q, k, *at: index_topk(
+        q, contiguous(k, s.block_size), *at, top_k=s.top_k, backend="triton"))  # fmt: skip
+    index, _ = kernel_times(score, [(index_q, index_k, *at)], 4)
+    yield row(s.name, "index_topk", index, s.index_flops / peak, flops=s.index_flops)
+    near, total = score(index_q, index_k, *at), {}
+    for label, blocks in (("near", near), ("random", uniform(s))):
+        for schedule in ("query_union", "kv_block_major"):
+            attend = jax.jit(lambda q, k, v, *rest, schedule=schedule: sparse_prefill(
+                q, contiguous(k, s.block_size), contiguous(v, s.block_size), *rest,
+                schedule=schedule, backend="triton")[0])  # fmt: skip
+            us, _ = kernel_times(attend, [(q, k, v, blocks, *at)], 3)
+            yield row(s.name, f"{schedule}, {label}", us, s.attention_flops / peak, flops=s.attention_flops)
+            total[label] = index + min(us, total.get(label, np.inf) - index)
+    for label, us in total.items():
+        yield row(s.name, f"total, {label}", us)
+    if not no_dense:
+        keys, values = (x.swapaxes(1, 2) for x in (k, v))
+        # Of a chunk without a mask, since cuDNN's causal one starts at the first key.
+        unmasked = lambda q, k, v, lengths: jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+        attend = cudnn_causal if s.queries == s.context else unmasked
+        us, _ = kernel_times(jax.jit(attend), [(q, keys, values, at[1])], 2)
+        note = f"{us / total['near']:.2f}x the time of near selections"
+        yield row(s.name, "dense, cuDNN", us, s.dense_flops / peak, note=note)
+
+
+def decode(s: Shape, bandwidth: float, no_dense: bool) -> Rows:
+    """Yield the index kernel with index keys of either dtype, attention over selected blocks, sums, and all of it."""
+    at = (
+        jnp.broadcast_to(jnp.arange(s.context - s.queries, s.context, dtype=jnp.int32), (s.batch, s.queries)),
+        jnp.full((s.batch,), s.context, jnp.int32),
+    )
+    pages = s.batch * s.blocks
+    layers = max(1, COLD // (pages * s.block_size * s.width * 2))
+    table, index = shuffled(s.batch, s.blocks), {}
+    index_q = normal(1, s.batch, s.queries, s.kv_heads, s.width)
+    index_k = normal(2, layers, pages, s.block_size, s.width)
+    for name, pool in (("bf16", index_k), ("e4m3", index_k.astype(jnp.float8_e4m3fn))):
+        score = jax.jit(
+            lambda q, k, table, layer, *at: index_topk_decode(
+                q, paged(k, table, layer), *at, top_k=s.top_k, backend="triton"
+            )
+        )
+        index[name], _ = kernel_times(score, [(index_q, pool, table, jnp.int32(i), *at) for i in range(layers)], 24)
+        size = s.index_bytes * pool.dtype.itemsize / 2
+        yield row(s.name, f"index_topk_decode, {name}", index[name], size / bandwidth, size=size)
+    del index_k, pool
+
+    # Fewer pages of K and V than rows have blocks do: what is not selected is not read.
+    pages, rng, totals = min(s.batch * s.blocks, 8192), np.random.default_rng(0), []
+    k, v = (normal(i, pages, s.kv_heads, s.block_size, s.width) for i in (3, 4))
+    q = normal(5, s.batch, s.queries, s.heads, s.width)
+    attend = jax.jit(lambda q, k, v, table, *rest: sparse_decode(
+        q, paged(k, table), paged(v, table), *rest, backend="triton")[0])  # fmt: skip
+    for label in ("near", "random") if s.queries > 1 else ("any",):
+        calls = []
+        for _ in range(8):
+            table = jnp.asarray(rng.integers(0, pages, (s.batch, s.blocks)), jnp.int32)
+            calls.append((q, k, v, table, chosen(s, rng, label), *at))
+        us, _ = kernel_times(attend, calls, 24)
+        size = s.selected_bytes * (s.queries if label == "random" else 1)
+        yield row(s.name, f"sparse_decode, {label}", us, size / bandwidth, size=size)
+        for name, of_index in index.items():
+            yield row(s.name, f"sum, {label}, index keys in {name}", of_index + us)
+        totals.append(index["bf16"] + us)
+    if no_dense:
+        return
+    k, v = (normal(i, s.batch * s.blocks, s.kv_heads, s.block_size, s.width) for i in (3, 4))
+    attend = jax.jit(lambda q, k, v, table, *at: dense_decode(
+        q, paged(k, table), paged(v, table), *at, kv_heads=s.kv_heads, backend="triton")[0])  # fmt: skip
+    us, _ = kernel_times(attend, [(q, k, v, shuffled(s.batch, s.blocks, seed=1), *at)], 4)
+    note = f"{us / totals[0]:.1f}x the time of near selections"
+    yield row(s.name, "dense_decode", us, s.dense_bytes / bandwidth, note=note)
+
+
+def dense(peak: float) -> Rows:
+    """Yield attention of a chunk of M3's dense layers over pages, behind several numbers of tokens, by each backend."""
+    heads, kv_heads, width, block_size, queries = 64, 4, 128, 128, 8192
+    for past in (0, 8192, 24576, 51872):
+        blocks = -(-(past + queries) // block_size)
+        q, table = normal(5, 1, queries, heads, width), shuffled(1, blocks, seed=1)
+        k, v = (normal(i, blocks, kv_heads, block_size, width) for i in (3, 4))
+        at = past + jnp.arange(queries, dtype=jnp.int32)[None], jnp.array([past + queries], jnp.int32)
+        flops, outs, name = 4 * heads * width * queries * (past + queries / 2), [], f"dense, behind {past:,}"
+        for backend in ("triton", "cudnn"):
+            attend = jax.jit(lambda q, k, v, table, *at, backend=backend: dense_causal(
+                q, paged(k, table), paged(v, table), *at, kv_heads=kv_heads, backend=backend)[0])  # fmt: skip
+            us, kernels = kernel_times(attend, [(q, k, v, table, *at)], 4)
+            outs.append(attend(q, k, v, table, *at).astype(jnp.float32))
+            apart = float(jnp.linalg.norm(outs[0] - outs[-1]) / jnp.linalg.norm(outs[0]))
+            yield row(name, backend, us, flops / peak, flops=flops, note=f"{apart:.1e} from triton's")
+            for kernel, of_kernel in sorted(kernels.items(), key=lambda kernel: -kernel[1])[:4]:
+                yield row(name, f"  {kernel[:90]}", of_kernel)
+
+
+# What stands around attention
+
+
+def insert(batch: int, queries: int, bandwidth: float) -> Rows:
+    """Yield norm, rotary embedding and write of a layer's tokens: the kernel, and XLA's of the model's code."""
     heads, kv, width, blocks = 64, 4, 128, 64
     shapes = ((heads, width), (kv, width), (kv, width), (kv, width), (width,))
     raw = Heads(*(normal(i, batch, queries, *shape, dtype=jnp.float32) for i, shape in enumerate(shapes)))
@@ -233,7 +266,6 @@ def bench_insert(batch: int, queries: int, bandwidth: float) -> None:
         call = LayerCall(layer, places, at, lengths)
         return pages.write(call, ready.k, ready.v, ready.index_k), (ready.q, ready.index_q)
 
-    print(f"insert {batch} x {queries:,}")
     floor = batch * queries * (heads + 3 * kv + 1) * width * 6 / bandwidth
     for name, fn in (("qk_norm_rope_insert", kernel), ("the same by XLA", xla)):
         scales = Scales(jnp.ones((2, kv)), jnp.ones((2, kv)), jnp.ones(2))
@@ -246,20 +278,15 @@ def bench_insert(batch: int, queries: int, bandwidth: float) -> None:
             return out
 
         us, kernels = kernel_times(call, [(raw, jnp.int32(1))], 24)
-        line(name, us, floor, f"{len(kernels)} kernels")
+        yield row(f"insert {batch} x {queries:,}", name, us, floor, kernels=len(kernels))
 
 
-def bench_experts(peak: float, bandwidth: float) -> None:
-    """Experts of M3's widths, four of 128 a token: the weights in MXFP8, and the same numbers in bfloat16."""
+def experts(peak: float, bandwidth: float) -> Rows:
+    """Yield experts of M3's widths, four of 128 a token, in MXFP8 and in bfloat16; then each path for few tokens."""
     layers, count, width, hidden = 2, 128, 6144, 3072
-
-    @partial(jax.jit, static_argnums=(1, 2))
-    def draw(key, inputs, outputs):
-        codes = jax.random.bits(key, (layers, count, inputs, outputs), jnp.uint8)
-        codes = jnp.where(codes & 127 == 127, 0, codes)
-        scales = jnp.full((layers, count, inputs // 32, outputs), 127 - 7 - round(inputs**0.5).bit_length(), jnp.uint8)
-        return MXFP8Array(codes, scales)
-
+    draw = jax.jit(lambda key, inputs, outputs: draw_mxfp8(
+        key, (layers, count, inputs, outputs), 127 - 7 - round(inputs**0.5).bit_length()),
+        static_argnums=(1, 2))  # fmt: skip
     keys = jax.random.split(jax.random.key(0), 3)
     kept = ExpertWeights(draw(keys[0], width, hidden), draw(keys[1], width, hidden), draw(keys[2], hidden, width))
     as_numbers = jax.jit(
@@ -272,40 +299,29 @@ def bench_experts(peak: float, bandwidth: float) -> None:
         for tokens in (1, 4, 8, 32, 2048, 8192):
             us, kernels, read = time_experts("auto", weights, tokens, 4, number_bytes)
             flops = 2 * 3 * tokens * 4 * width * hidden
-            extra = f"{read / us / 1e6:.2f} TB/s" if tokens < 2048 else f"{flops / us / 1e6:.0f} TFLOP/s"
-            floor = max(read / bandwidth, flops / peak)
-            line(f"experts of {tokens:,} tokens in {name}", us, floor, f"{extra}, {kernels} kernels")
-    bench_expert_paths("M3's experts", weights, 4)
+            floor, rates = max(read / bandwidth, flops / peak), {"size": read} if tokens < 2048 else {"flops": flops}
+            yield row(f"experts of {tokens:,} tokens", name, us, floor, kernels=kernels, **rates)
+    yield from expert_paths("M3's experts", weights, 4)
+    shapes = ((192, 192), (192, 192), (192, 192))
+    embedded = ExpertWeights(*(normal(i, 3, 8, *shape) * shape[0] ** -0.5 for i, shape in enumerate(shapes)))
+    yield from expert_paths("the embedded model's experts", embedded, 2)
 
 
-def bench_embedded_experts() -> None:
-    """Experts of the embedded model's widths, two of eight a token."""
-    count, width, hidden = 8, 192, 192
-    shapes = ((width, hidden), (width, hidden), (hidden, width))
-    weights = (normal(i, 3, count, *shape) * shape[0] ** -0.5 for i, shape in enumerate(shapes))
-    bench_expert_paths("the embedded model's experts", ExpertWeights(*weights), 2)
-
-
-def bench_expert_paths(name: str, weights: ExpertWeights, num_chosen: int) -> None:
-    """Microseconds of each way to run a few tokens, by which m3jax/ops/experts.py chooses."""
+def expert_paths(name: str, weights: ExpertWeights, num_chosen: int) -> Rows:
+    """Yield each way to run a few tokens, by which m3jax/ops/experts.py chooses."""
     is_whole = all(width % 128 == 0 for width in weights.gate.shape[2:])
-    paths = ("gathered", "few", "grouped" if is_whole else "tiled")
-    print(f"{name}, microseconds (and kernels) by tokens\n  {'tokens':>8} {''.join(f'{path:>16}' for path in paths)}")
     for tokens in (1, 2, 4, 8, 16, 32, 64):
-        row = []
-        for path in paths:
+        for path in ("gathered", "few", "grouped" if is_whole else "tiled"):
             if path == "gathered" and tokens * num_chosen > 16:  # a copy of an expert for each pair
-                row.append(f"{'':16}")
                 continue
             us, kernels, _ = time_experts(path, weights, tokens, num_chosen, 2)
-            row.append(f"{us:11.1f} ({kernels:2})")
-        print(f"  {tokens:8} {''.join(row)}", flush=True)
+            yield row(f"{name}, {tokens} tokens", path, us, kernels=kernels)
 
 
 def time_experts(
     path: str, weights: ExpertWeights, tokens: int, num_chosen: int, number_bytes: float
 ) -> tuple[float, int, float]:
-    """(microseconds, kernels, bytes of the experts that are read), for choices that differ from call to call."""
+    """Return microseconds, kernels, and bytes of the experts that are read, for choices that differ by the call."""
     _, count, width, hidden = weights.gate.shape
     activate = lambda gate, up: swiglu_oai(gate, up, 1.702, 7.0).astype(jnp.bfloat16)
     run = jax.jit(lambda x, weights, ids: run_experts(x, weights, ids, jnp.int32(1), activate, path=path))
@@ -315,20 +331,13 @@ def time_experts(
         calls.append((normal(seed, tokens, width), weights, jnp.asarray(ids, jnp.int32)))
     read = np.mean([len(np.unique(ids)) for *_, ids in calls]) * 3 * width * hidden * number_bytes
     us, kernels = kernel_times(run, calls, 8)
-    return us, len(kernels), read
+    return us, len(kernels), float(read)
 
 
-def bench_projections(peak: float, bandwidth: float) -> None:
-    """q, k and v of a token at M3's widths, from a stack of layers: in MXFP8, and the same numbers in bfloat16."""
+def projections(peak: float, bandwidth: float) -> Rows:
+    """Yield q, k and v of a token at M3's widths, from a stack of layers: in MXFP8, and the same in bfloat16."""
     layers, width, outputs = 12, 6144, (8192, 512, 512)
-
-    @partial(jax.jit, static_argnums=1)
-    def draw(key, outputs):
-        codes = jax.random.bits(key, (layers, width, outputs), jnp.uint8)
-        return MXFP8Array(
-            jnp.where(codes & 127 == 127, 0, codes), jnp.full((layers, width // 32, outputs), 113, jnp.uint8)
-        )
-
+    draw = jax.jit(lambda key, n: draw_mxfp8(key, (layers, width, n), 113), static_argnums=1)
     kept = [draw(key, n) for key, n in zip(jax.random.split(jax.random.key(0), 3), outputs, strict=True)]
     as_numbers = jax.jit(lambda weight: jax.lax.map(lambda w: dequantize(w, "bfloat16"), weight))
     in_bfloat16 = [as_numbers(weight) for weight in kept]
@@ -354,72 +363,16 @@ def bench_projections(peak: float, bandwidth: float) -> None:
                 continue
             calls = [(normal(rows, rows, width), weights, jnp.int32(layer)) for layer in range(layers)]
             us, kernels = kernel_times(run, calls, 12)
-            size = width * sum(outputs)
-            floor = max(size * number_bytes / bandwidth, 2 * rows * size / peak)
-            extra = f"{size * number_bytes / 1e6:.0f} MB, {len(kernels)} kernels"
-            line(f"{rows:,} rows, {name}", us, floor, extra)
-
-
-def bench_dense(peak: float) -> None:
-    """Time attention of a chunk of M3's dense layers over pages, behind several numbers of tokens, by each backend."""
-    heads, kv_heads, width, block_size, queries = 64, 4, 128, 128, 8192
-    for past in (0, 8192, 24576, 51872):
-        blocks = -(-(past + queries) // block_size)
-        q, table = normal(5, 1, queries, heads, width), shuffled(1, blocks, seed=1)
-        k, v = (normal(i, blocks, kv_heads, block_size, width) for i in (3, 4))
-        at = past + jnp.arange(queries, dtype=jnp.int32)[None], jnp.array([past + queries], jnp.int32)
-        flops, outs = 4 * heads * width * queries * (past + queries / 2), []
-        for backend in ("triton", "cudnn"):
-            attend = jax.jit(lambda q, k, v, table, *at, backend=backend: dense_causal(
-                q, paged(k, table), paged(v, table), *at, kv_heads=kv_heads, backend=backend)[0])  # fmt: skip
-            us, kernels = kernel_times(attend, [(q, k, v, table, *at)], 4)
-            line(f"dense, {backend}, behind {past:,}", us, flops / peak, f"{flops / us / 1e6:.0f} TFLOP/s")
-            for name, of_kernel in sorted(kernels.items(), key=lambda kernel: -kernel[1])[:4]:
-                print(f"    {of_kernel:10.0f} us  {name[:90]}")
-            outs.append(attend(q, k, v, table, *at).astype(jnp.float32))
-        one, other = outs
-        print(f"    distance of the two {float(jnp.linalg.norm(one - other) / jnp.linalg.norm(one)):.1e}", flush=True)
+            numbers = width * sum(outputs)
+            size = numbers * number_bytes
+            floor = max(size / bandwidth, 2 * rows * numbers / peak)
+            yield row(f"projections of {rows:,} rows", name, us, floor, size=size, kernels=len(kernels))
 
 
 def ceilings() -> tuple[float, float]:
-    """(multiply-add operations, bytes) a microsecond: of a bfloat16 matrix product, of a copy."""
+    """Return multiply-add operations a microsecond of a bfloat16 matrix product, and bytes of a copy."""
     a, b = normal(0, 8192, 8192), normal(1, 8192, 8192)
     us, _ = kernel_times(jax.jit(lambda a, b: a @ b), [(a, b)], 10)
     x = normal(2, 1 << 30)
     copy, _ = kernel_times(jnp.copy, [(x,)], 6)
     return 2 * 8192**3 / us, 4 * (1 << 30) / copy
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="shapes whose name contains this")
-    parser.add_argument("--no-dense", action="store_true", help="without dense attention")
-    args = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print(f"error: jax runs on {jax.default_backend()!r} here: this needs an NVIDIA GPU and jax[cuda13]")
-        return 2
-    peak, bandwidth = ceilings()
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
-    print(f"ceilings measured now: {peak / 1e6:.0f} TFLOP/s in bfloat16, {bandwidth / 1e6:.2f} TB/s copied")
-    for s in (*PREFILL, *DECODE):
-        if args.only not in s.name:
-            continue
-        print(s.name)
-        bench_prefill(s, peak, not args.no_dense) if s in PREFILL else bench_decode(s, bandwidth, not args.no_dense)
-    for batch, queries in INSERT if args.only in "insert" else ():
-        bench_insert(batch, queries, bandwidth)
-    if args.only in "experts":
-        print("experts")
-        bench_experts(peak, bandwidth)
-        bench_embedded_experts()
-    if args.only in "dense":
-        print("dense")
-        bench_dense(peak)
-    if args.only in "projections":
-        print("projections")
-        bench_projections(peak, bandwidth)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,19 +1,14 @@
-"""Times for the benches: medians of calls in turns, and the kernels that a profiler saw on the device."""
+"""Times for the subjects: medians of calls by turns, and the kernels that a profiler saw on the device."""
 
 import glob
-import re
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TextIO
 
 import jax
-
-COLLECTIVE = re.compile("nccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)  # kernels' names
 
 
 def medians(
@@ -25,8 +20,8 @@ def medians(
     count.
 
     Args:
-      calls: each returns when its work is done.
-      seconds: after which no more turns are begun; there are three at least.
+      calls: Functions that return when their work is done.
+      seconds: Time after which no more turns begin; there are at least three.
       clock: `time.process_time` leaves out what other processes do.
 
     Returns:
@@ -48,9 +43,9 @@ class Kernels:
     """The kernels that ran on the device, as the profiler saw them; none on a CPU.
 
     Attributes:
-      busy: seconds in which some stream ran a kernel.
-      seconds: of each kernel, all its calls together.
-      calls: how often each ran.
+      busy: Seconds in which some stream ran a kernel.
+      seconds: Seconds of each kernel, all its calls together.
+      calls: Number of times that each kernel ran.
     """
 
     busy: float
@@ -85,89 +80,21 @@ def traced(run: Callable[[], object]) -> Kernels:
     return Kernels(busy / 1e9, seconds, calls)
 
 
-def print_kernels(call: Callable[[], object], count: int, file: TextIO = sys.stdout) -> None:
-    """Print the kernels of a call that take longest, and the device's share of its time."""
+def kernel_rows(call: Callable[[], object], count: int) -> Iterator[dict]:
+    """Yield a row for each of the kernels of a call that take longest, behind one for all of them."""
     kernels = traced(call)
-    print(f"{1e3 * kernels.busy:10.2f} ms in {kernels.calls.total()} kernels and copies", file=file)
+    yield {"kernel": "all kernels and copies", "ms": 1e3 * kernels.busy, "calls": kernels.calls.total()}
     for name, seconds in kernels.seconds.most_common(count):
-        print(f"{1e3 * seconds:10.2f} ms {kernels.calls[name]:5d} x  {name[:90]}", file=file, flush=True)
-
-
-@dataclass
-class DeviceTime:
-    """The time of one device between its first kernel and its last, by use; all in seconds.
-
-    Attributes:
-      name: of the device.
-      total: from the start of its first kernel to the end of its last.
-      busy: in which some stream ran a kernel.
-      collectives: in which some stream ran a collective: it moves data, or waits for another device.
-      hidden: of `collectives`, the part in which another stream ran a kernel that is none.
-      kernels: of each kernel, [seconds, how often].
-      gaps: when no stream ran a kernel, by the kernels before and behind it: [seconds, how often].
-    """
-
-    name: str
-    total: float
-    busy: float
-    collectives: float
-    hidden: float
-    kernels: dict[str, list[float]]
-    gaps: dict[tuple[str, str], list[float]]
-
-
-def device_times(run: Callable[[], object]) -> list[DeviceTime]:
-    """Run a function under the profiler, and return how each device spent the time; none on a CPU."""
-    of_device = defaultdict(list)
-    for start, end, name, device in _kernels_of(run):
-        of_device[device].append((start, end, name))
-    return [time_of_device(device, sorted(events)) for device, events in sorted(of_device.items())]
-
-
-def time_of_device(name: str, events: Sequence[tuple[float, float, str]]) -> DeviceTime:
-    """Return how a device spent its time, given (start, end, kernel) of all its streams, sorted; nanoseconds."""
-    is_collective = lambda kernel: COLLECTIVE.search(kernel) is not None
-    covered = lambda some: sum(end - start for start, end in _joined(some))
-    exchanging = [event for event in events if is_collective(event[2])]
-    computing = [event for event in events if not is_collective(event[2])]
-    busy, collectives = covered(events), covered(exchanging)
-    hidden = collectives + covered(computing) - busy  # what is in both
-    kernels, gaps = defaultdict(lambda: [0.0, 0]), defaultdict(lambda: [0.0, 0])
-    latest, before = events[0][0], ""
-    for start, end, kernel in events:
-        _add(kernels[kernel], end - start)
-        if start > latest:
-            _add(gaps[before, kernel], start - latest)
-        if end >= latest:
-            latest, before = end, kernel
-    return DeviceTime(name, (latest - events[0][0]) / 1e9, busy / 1e9, collectives / 1e9, hidden / 1e9, kernels, gaps)
-
-
-def _add(sum_and_count: list[float], nanoseconds: float) -> None:
-    sum_and_count[0] += nanoseconds / 1e9
-    sum_and_count[1] += 1
-
-
-def _joined(events: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, float]]:
-    """Yield the stretches of time that sorted events cover, none of which meet."""
-    first = latest = None
-    for start, end, _ in events:
-        if first is None or start > latest:
-            if first is not None:
-                yield first, latest
-            first, latest = start, end
-        latest = max(latest, end)
-    if first is not None:
-        yield first, latest
+        yield {"kernel": name[:90], "ms": 1e3 * seconds, "calls": kernels.calls[name]}
 
 
 def kernel_times(fn: Callable, calls: Sequence[tuple], repeats: int) -> tuple[float, dict[str, float]]:
     """Return the microseconds of one call of a function on the device, and those of each of its kernels.
 
     Args:
-      fn: a function of arrays.
-      calls: its arguments; the calls take turns with them.
-      repeats: calls that are timed, after one with each of the first two.
+      fn: Function of arrays.
+      calls: Arguments of the function, used by turns.
+      repeats: Number of timed calls, after one with each of the first two arguments.
 
     Returns:
       The sum over all kernels, and each kernel's part of it by its name: medians over the calls.

@@ -1,0 +1,239 @@
+"""Time the engine under the agentic load: a long shared prefix, many requests (docs/performance.md).
+
+    bench.py engine                                    # the embedded checkpoint
+    bench.py engine --model bench --rows 8             # the 8 layers of `bench.py cpu`, random weights
+    bench.py engine --model m3 --verify 3 --chunks 2048 8192    # 4 layers at M3's own widths, on a GPU
+    bench.py engine --model m3 --transformers          # beside transformers on the same GPU, which goes first
+
+A row is one kind of call: a decode step of an engine of so many requests, all of them live; a round that verifies K
+proposals in each; a chunk that is a whole prompt; a long prompt in chunks. It has the milliseconds, what bounds it from
+below, and the share of that bound. A step is bounded by the bytes that it must read, over the rate at which this device
+copies memory; a prompt by its floating-point operations, over the rate of a large product. Both rates are measured
+first, and a rate that this device cannot have ends the run. "busy" is the share of the time in which the device runs a
+kernel: kernels are traced in calls of their own, and their time is divided by that of calls which are not traced.
+"ahead" has the same calls, each launched before the one before it is read (`Work.dispatch_ahead`).
+"""
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.harness import HERE, Option
+from benchmarks.models import NAMES, SUFFIX, build, engine_sizes, first_token, greedy, prompt, random_tokens
+from benchmarks.timing import Kernels, kernel_times, mean, traced
+from m3jax import M3Config
+from m3jax.decoding import Engine, PromptLookup
+from m3jax.model import M3
+from m3jax.planning.chips import CHIPS
+
+USES_DEVICE = False  # transformers goes first; `measure` names the device
+OPTIONS = dict(
+    model=Option("tiny", "Weights", choices=NAMES),
+    prefix=Option(3500, "Tokens of the shared prefix", smoke=300),
+    new_tokens=Option(100, "New tokens of a request", smoke=12),
+    rows=Option([1, 8, 32], "Requests of an engine, all live; an engine for each number", smoke=[2]),
+    verify=Option([], "Proposals of a round, looked up in the prompt", type=int),
+    verify_rows=Option(1, "Requests of the engines that verify"),
+    chunks=Option([256, 2048], "Tokens of a prefill call", smoke=[256]),
+    steps=Option(16, "Decode steps of a device call", smoke=4),
+    kv_dtype=Option(None, "Storage type of keys and values", type=str),
+    index_dtype=Option(None, "Storage type of index keys", type=str),
+    device_pages=Option(None, "Pages on the device, with keys and values in host memory", type=int),
+    weights=Option("dequantize", "Storage of weights", choices=("dequantize", "mxfp8")),
+    ahead=Option("default", "Launch of a call before the last one is read", choices=("default", "on", "off", "both")),
+    transformers=Option(False, "Run transformers on the prompts first"),
+    kernels=Option(0, "Number of kernels of each call to show, by their time"),
+)
+
+
+def measure(args):
+    """Yield a row for each kind of call."""
+    if args.transformers:  # in a process of its own: the card does not hold both
+        if args.model != "m3":
+            raise ValueError("--transformers runs the layers of --model m3")
+        command = [sys.executable, str(HERE.parent / "bench.py"), "transformers", "--prompts", *map(str, args.chunks)]
+        subprocess.run(command, check=False)
+    model = build(args.model, args.weights)
+    config = model.config
+    make = lambda rows, **more: Engine(
+        model, steps_per_call=args.steps, kv_dtype=args.kv_dtype, index_dtype=args.index_dtype,
+        device_pages=args.device_pages,
+        **engine_sizes(config, args.prefix, args.new_tokens, rows) | dict(prefill_chunk=max(args.chunks)) | more,
+    )  # fmt: skip
+    # Not by `build_engine`: they are compiled side by side, and its compile cache is a setting of the whole process.
+    engines = {(rows, 0): make(rows) for rows in args.rows}
+    for draft_tokens in args.verify:
+        drafting = dict(draft=PromptLookup(), draft_tokens=draft_tokens)
+        engines[args.verify_rows, draft_tokens] = make(args.verify_rows, **drafting)
+    of_chunks = make(1, prefill_chunk=args.chunks)
+    with ThreadPoolExecutor() as pool:
+        warm = [pool.submit(engine.warmup) for engine in engines.values()]
+        of_chunks.warmup(programs=["prefill"])
+        for done in warm:
+            done.result()
+
+    copied, multiplied = copy_rate(), product_rate(model)
+    yield (
+        f"{jax.devices()[0].device_kind}: a copy moves {copied / 1e9:.0f} GB/s, a product computes "
+        f"{multiplied / 1e12:.2f} TFLOP/s; {of_chunks.bytes_per_token:.0f} bytes of cache a token; compiled in "
+        f"{max(engine.timings.compile_seconds for engine in engines.values()):.0f} s, all side by side"
+    )
+
+    def rows_of(work: str, seconds: float, kernels: Kernels, num_bytes: float = 0.0, flops: float = 0.0):
+        bound = num_bytes / copied or flops / multiplied
+        yield {
+            "call": work, "ms": 1e3 * seconds, "bound, ms": 1e3 * bound, "of bound": bound / seconds,
+            "GB": num_bytes / 1e9 or None, "TFLOP": flops / 1e12 or None,
+            "busy": kernels.busy / seconds if kernels.calls else None, "kernels": kernels.calls.total() or None,
+        }  # fmt: skip
+        for name, of_kernel in kernels.seconds.most_common(args.kernels):
+            yield {"kernel": name[:90], "us": 1e6 * of_kernel, "calls": kernels.calls[name]}
+
+    prefix = random_tokens(config, args.prefix, 0)
+    for engine in engines.values():
+        first_token(engine, prompt(config, prefix, 0))  # the prefix, once in each
+    for (rows, draft_tokens), engine in engines.items():
+        what = f"{rows} rows, step" if not draft_tokens else f"{rows} rows x {1 + draft_tokens} verified tokens, round"
+        for seed in range(rows):  # so that all runs below find the same pages: a prompt cut elsewhere rounds otherwise
+            first_token(engine, prompt(config, prefix, 1000 * rows + seed))
+        default, drawn = engine._scheduler._dispatches_ahead, []
+        for is_ahead in {"default": [default], "on": [True], "off": [False], "both": [False, True]}[args.ahead]:
+            engine._scheduler._dispatches_ahead = is_ahead
+            seconds, kernels, tokens = decode(engine, prefix, rows, args)
+            work = what + (", ahead" if is_ahead and args.ahead != "default" else "")
+            yield from rows_of(work, seconds, kernels, num_bytes=step_bytes(model, rows, 1 + draft_tokens, args))
+            drawn.append(tokens)
+        if any(tokens != drawn[0] for tokens in drawn):
+            raise SystemExit(f"{what}: other tokens where calls are launched ahead")
+    for length in (*args.chunks, args.prefix + SUFFIX):
+        what = f"prefill, {length} tokens" if length in args.chunks else f"prompt, {length} in {max(args.chunks)}s"
+        run = lambda seed, length=length: first_token(of_chunks, random_tokens(config, length, length + seed))
+        run(0)
+        seconds, kernels = statistics.median(run(seed) for seed in (1, 2, 3)), traced(lambda run=run: run(4))
+        yield from rows_of(what, seconds, kernels, flops=chunk_flops(model, length))
+    for engine in engines.values():
+        if engine.offload:
+            yield f"offload: {engine.offload}"
+
+
+def decode(engine: Engine, prefix: list[int], rows: int, args) -> tuple[float, Kernels, list]:
+    """Return the seconds of a decode step or a round of verification, its kernels, and each row's tokens."""
+
+    def start() -> list[int]:
+        asked = greedy(args.new_tokens)
+        handles = [engine.add(prompt(engine.config, prefix, 1000 * rows + seed), asked) for seed in range(rows)]
+        while engine.prefill():
+            pass
+        return handles
+
+    def steps_done() -> float:
+        if engine.drafting.draft_tokens:
+            return engine.drafting.forwards / rows
+        return engine.timings.decoded_tokens / rows
+
+    handles, seconds = start(), []
+    while engine.busy:
+        began, before = engine.timings.decode_seconds, steps_done()
+        engine.step()
+        if steps_done() - before == args.steps:  # in the last call rows end
+            seconds.append((engine.timings.decode_seconds - began) / args.steps)
+    tokens = [engine.result(handle).tokens for handle in handles]
+    if not seconds:
+        raise ValueError(f"--new-tokens is {args.new_tokens}; it takes more for a call of {args.steps} steps")
+    # Of a loop in a CUDA graph a profiler sees the first turn alone. So those of all calls of a request are traced,
+    # and a call of none: tokens of a round that nothing was proposed for meet fewer experts than others.
+    engine._scheduler._dispatches_ahead = False  # each `step` is a call of its own
+    start()
+    of_call = traced(lambda: engine._runner.read(engine._runner.launch(0)))
+    of_turns = []
+    while engine.busy:
+        of_turns.append(traced(engine.step) - of_call)
+    of_step = mean(of_turns)
+    of_step.busy += of_call.busy / args.steps
+    return statistics.median(seconds), of_step, tokens
+
+
+# Bounds
+
+
+def copy_rate() -> float:
+    """Return the bytes a second that a copy reads and writes.
+
+    Raises:
+      SystemExit: The device cannot have that rate: it is more than its maker says, or less than a tenth of it.
+    """
+    x = jnp.arange(1 << (26 if jax.default_backend() == "cpu" else 29), dtype=jnp.int32)
+    if jax.default_backend() == "cpu":
+        return 2 * x.nbytes / seconds_of(jnp.copy, x)
+    # On the device's own clock: the host's has what stands between two calls, which can be longer than a copy.
+    microseconds, _ = kernel_times(jnp.copy, [(x,)], 6)
+    rate, kind = 2 * x.nbytes / microseconds * 1e6, jax.devices()[0].device_kind
+    known = [chip.hbm_rate for chip in CHIPS.values() if chip.name in kind.lower()]
+    if known and not known[0] / 10 <= rate <= known[0]:
+        raise SystemExit(f"a copy moves {rate / 1e9:.0f} GB/s, and a {kind} {known[0] / 1e9:.0f}: this is no bound")
+    return rate
+
+
+def product_rate(model: M3) -> float:
+    """Return the floating-point operations a second of a large product, in the model's dtype."""
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    x = jax.random.normal(jax.random.key(0), (size, size)).astype(model.dtype)
+    if jax.default_backend() == "cpu":
+        return 2 * size**3 / seconds_of(jax.jit(jnp.dot), x, x)
+    return 2 * size**3 / kernel_times(jax.jit(jnp.dot), [(x, x)], 10)[0] * 1e6
+
+
+def seconds_of(fn: Callable, *args: jax.Array, calls: int = 10) -> float:
+    """Return the seconds of one call among some that the device runs one after the other."""
+    jax.block_until_ready(fn(*args))
+    began = time.perf_counter()
+    jax.block_until_ready([fn(*args) for _ in range(calls)][-1])
+    return (time.perf_counter() - began) / calls
+
+
+def step_bytes(model: M3, rows: int, tokens: int, args) -> float:
+    """Return the bytes that a step must read: weights that its tokens use, keys and values that each row attends to.
+
+    Random weights choose experts evenly: of E experts, n tokens that choose A each use E (1 - (1 - A/E)^n).
+    """
+    config, length = model.config, args.prefix + SUFFIX
+    unused = (1 - config.num_experts_per_tok / config.num_local_experts) ** (rows * tokens)
+    every_token, experts = sum_weights(model, lambda x: x.nbytes)
+    item = lambda dtype: jnp.dtype(dtype or model.dtype).itemsize
+    pair = 2 * config.num_key_value_heads * config.head_dim * item(args.kv_dtype)  # a key and a value
+    selected = min(length, config.index_topk_blocks * config.index_block_size)
+    of_row = 0
+    for stack in config.stacks:
+        index = length * config.index_head_dim * item(args.index_dtype)
+        of_row += stack.num_layers * (index + selected * pair if stack.is_sparse else length * pair)
+    return every_token + model.lm_head.nbytes + experts * (1 - unused) + rows * of_row
+
+
+def chunk_flops(model: M3, chunk: int) -> float:
+    """Return the floating-point operations of a chunk at the start of a prompt."""
+    config, visible = model.config, chunk / 2  # tokens that a query sees, on average
+    every_token, experts = sum_weights(model, lambda x: x.size)
+    linear = every_token + experts * config.num_experts_per_tok / config.num_local_experts
+    return 2 * chunk * (linear + attention_flops(config, visible))
+
+
+def attention_flops(config: M3Config, visible: float) -> float:
+    """Return the products of a query in all layers' attention and index branches."""
+    heads = config.num_attention_heads * config.head_dim
+    selected = min(visible, config.index_topk_blocks * config.index_block_size)
+    index = config.num_key_value_heads * config.index_head_dim * visible
+    of_stack = lambda stack: index + 2 * heads * selected if stack.is_sparse else 2 * heads * visible
+    return sum(stack.num_layers * of_stack(stack) for stack in config.stacks)
+
+
+def sum_weights(model: M3, size: Callable[[jax.Array], int]) -> tuple[int, int]:
+    """Return the sums of a size over weights: of the layers' weights that every token meets, and of the experts'."""
+    all_of = lambda tree: sum(size(x) for x in jax.tree.leaves(tree))
+    experts = sum(all_of(stack.mlp.experts) for stack in model.stacks if hasattr(stack.mlp, "experts"))
+    return all_of(model.stacks) - experts, experts
