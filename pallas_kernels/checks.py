@@ -21,33 +21,6 @@ def check_few_queries(queries: int, other_op: str) -> None:
         raise ValueError(f"{queries} queries a row: need 1 to {MAX_QUERIES} queries ({other_op} takes more)")
 
 
-def check_index(
-    index_q: Float[Array, "B T K H"],
-    index_k: Pages,
-    top_k: int,
-    local_blocks: int,
-    init_blocks: int,
-    *,
-    limits: Limits,
-    interpret: Interpret,
-) -> None:
-    """Raise ValueError where index queries, index keys and the counts of blocks do not fit together."""
-    check_pages("index_k", index_k, index_q.shape[0], limits, interpret)
-    if limits.max_blocks is not None and index_k.num_blocks > limits.max_blocks:
-        raise ValueError(f"{index_k.num_blocks} blocks a row: need at most {limits.max_blocks} blocks")
-    if local_blocks < 1 or init_blocks < 0 or local_blocks + init_blocks > top_k:
-        raise ValueError(
-            f"local_blocks = {local_blocks}, init_blocks = {init_blocks}, top_k = {top_k}: need local_blocks >= 1, "
-            "init_blocks >= 0, and both together at most top_k"
-        )
-    stored = index_k.pool.dtype
-    if stored not in (index_q.dtype, *limits.stored) or index_q.shape[-1] != index_k.width:
-        raise ValueError(
-            f"index_q is {index_q.dtype} of width {index_q.shape[-1]} and index_k {stored} of {index_k.width}: "
-            f"{_need_dtypes('index keys', limits)}"
-        )
-
-
 def check_attention(q: Float[Array, "B T N H"], k: Pages, v: Pages, limits: Limits, interpret: Interpret) -> None:
     """Raise ValueError where queries, keys and values do not fit together."""
     check_pages("k", k, q.shape[0], limits, interpret)
@@ -56,7 +29,7 @@ def check_attention(q: Float[Array, "B T N H"], k: Pages, v: Pages, limits: Limi
     if stored not in (q.dtype, *limits.stored) or stored != v.pool.dtype or not width == k.width == v.width:
         raise ValueError(
             f"q is {q.dtype} of width {width}, k {stored} of {k.width}, v {v.pool.dtype} of {v.width}: "
-            f"{_need_dtypes('keys and values', limits)}"
+            f"{need_dtypes('keys and values', limits)}"
         )
     if k.pool.shape != v.pool.shape:
         raise ValueError(f"k has pages {k.pool.shape} and v {v.pool.shape}: they must lie in the same way")
@@ -69,13 +42,8 @@ def check_selection(q: Float[Array, "B T N H"], blocks: Int[Array, "B2 K T2 J"])
         raise ValueError(f"blocks has shape {blocks.shape}: must be [{batch} K {length} J], K a divisor of {heads}")
 
 
-def check_kv_heads(q: Float[Array, "B T N H"], kv_heads: int) -> None:
-    """Raise ValueError where query heads cannot share KV heads evenly."""
-    if kv_heads < 1 or q.shape[2] % kv_heads:
-        raise ValueError(f"{q.shape[2]} query heads and kv_heads = {kv_heads}: need a divisor of the query heads")
-
-
-def _need_dtypes(what: str, limits: Limits) -> str:
+def need_dtypes(what: str, limits: Limits) -> str:
+    """Return which dtypes a backend takes, in words."""
     if not limits.stored:
         return "they must be the same"
     others = ", ".join(jnp.dtype(dtype).name for dtype in limits.stored)

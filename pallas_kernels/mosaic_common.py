@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,14 @@ class Chip:
 def pad_steps(x: Shaped[Array, "X ..."], steps: int, value: int = 0) -> Shaped[Array, "Y ..."]:
     """`x` with its first axis filled up to `steps`, so that every core has as many."""
     return jnp.pad(x, [(0, steps - x.shape[0])] + [(0, 0)] * (x.ndim - 1), constant_values=value)
+
+
+def by_rows(
+    run: Callable[[slice], tuple[Shaped[Array, "..."], ...]], batch: int, rows_at_once: int
+) -> tuple[Shaped[Array, "..."], ...]:
+    """Return what `run` gives for a batch, some rows at a time: as many as scalar memory holds the lists of."""
+    parts = [run(slice(start, start + rows_at_once)) for start in range(0, batch, rows_at_once)]
+    return tuple(jnp.concatenate(part) for part in zip(*parts, strict=True))
 
 
 def dot_nt(a: Shaped[Array, "R C"], b: Shaped[Array, "S C"]) -> Float[Array, "R S"]:

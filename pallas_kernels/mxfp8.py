@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, UInt8
 
+from pallas_kernels.numbers import can_reach
+
 BLOCK = 32  # input channels that share a scale
 NAN_SCALE = 255  # the one scale that is no power of two
 
@@ -33,6 +35,18 @@ def check_weights(name: str, weights: Weights) -> None:
             f"{name} has codes {weights.codes.shape} and scales {weights.scales.shape}: need a scale for every {BLOCK} "
             "input channels"
         )
+
+
+def check_reach(*stacks: Weights, advice: str = "divide the stack") -> None:
+    """Raise ValueError for codes among which the offsets of a Triton kernel overflow.
+
+    Args:
+      stacks: of matrices.
+      advice: what else to do than to use XLA, for the message.
+    """
+    for stack in stacks:
+        if not can_reach(stack.codes.size):
+            raise ValueError(f"{stack.codes.size} codes: need below 2**31 or above 2**32; {advice}, or use XLA")
 
 
 def check_experts(x: Float[Array, "X D"], gate: Weights, up: Weights, down: Weights) -> None:

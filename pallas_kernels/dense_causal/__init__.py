@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backends
 from pallas_kernels.backends import Limits, op
-from pallas_kernels.checks import check_attention, check_kv_heads
+from pallas_kernels.checks import check_attention
 from pallas_kernels.pages import Pages
 
 __all__ = ["dense_causal"]
@@ -43,7 +43,10 @@ class Call(backends.Call):
     def check(self, limits: Limits) -> None:
         """Raise ValueError where operands do not fit together."""
         check_attention(self.q, self.k, self.v, limits, self.interpret)
-        check_kv_heads(self.q, self.kv_heads)
+        if self.kv_heads < 1 or self.q.shape[2] % self.kv_heads:
+            raise ValueError(
+                f"{self.q.shape[2]} query heads and kv_heads = {self.kv_heads}: need a divisor of the query heads"
+            )
 
 
 dense_causal = op(Call)

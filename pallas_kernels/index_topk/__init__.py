@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backends
 from pallas_kernels.backends import Limits, op
-from pallas_kernels.checks import check_index
+from pallas_kernels.checks import check_pages, need_dtypes
 from pallas_kernels.pages import Pages
 
 __all__ = ["index_topk"]
@@ -54,7 +54,22 @@ class Call(backends.Call):
 
     def check(self, limits: Limits) -> None:
         """Raise ValueError for counts that contradict each other, and keys or pages that a backend does not take."""
-        check_index(self.index_q, self.index_k, *self.counts, limits=limits, interpret=self.interpret)
+        index_q, index_k = self.index_q, self.index_k
+        check_pages("index_k", index_k, index_q.shape[0], limits, self.interpret)
+        if limits.max_blocks is not None and index_k.num_blocks > limits.max_blocks:
+            raise ValueError(f"{index_k.num_blocks} blocks a row: need at most {limits.max_blocks} blocks")
+        top_k, local_blocks, init_blocks = self.counts
+        if local_blocks < 1 or init_blocks < 0 or local_blocks + init_blocks > top_k:
+            raise ValueError(
+                f"local_blocks = {local_blocks}, init_blocks = {init_blocks}, top_k = {top_k}: need local_blocks >= 1, "
+                "init_blocks >= 0, and both together at most top_k"
+            )
+        stored = index_k.pool.dtype
+        if stored not in (index_q.dtype, *limits.stored) or index_q.shape[-1] != index_k.width:
+            raise ValueError(
+                f"index_q is {index_q.dtype} of width {index_q.shape[-1]} and index_k {stored} of {index_k.width}: "
+                f"{need_dtypes('index keys', limits)}"
+            )
 
 
 index_topk = op(Call)

@@ -12,8 +12,6 @@ from pallas_kernels.checks import (
     check_attention,
     check_expert_weights,
     check_few_queries,
-    check_index,
-    check_kv_heads,
     check_pages,
     check_selection,
 )
@@ -22,6 +20,7 @@ from pallas_kernels.dense_decode import dense_decode
 from pallas_kernels.expert_tiles import expert_tiles
 from pallas_kernels.few_experts import few_experts
 from pallas_kernels.grouped_experts import grouped_experts
+from pallas_kernels.index_topk import Call as IndexCall
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk_decode import index_topk_decode
 from pallas_kernels.mxfp8 import Weights, check_weights
@@ -75,17 +74,12 @@ def test_operands_of_attention_that_do_not_fit_are_refused(unchecked):
     for wrong in (blocks[:1], blocks[:, :, :2], jnp.zeros((2, 3, 3, 5), jnp.int32)):
         with pytest.raises(ValueError, match=r"must be \[2 K 3 J\], K a divisor of 4"):
             check_selection(q, wrong)
-    check_kv_heads(q, 4)
-    for heads in (0, 3, 8):
-        with pytest.raises(ValueError, match=f"4 query heads and kv_heads = {heads}: need a divisor"):
-            check_kv_heads(q, heads)
 
 
 def test_operands_of_selection_that_do_not_fit_are_refused(unchecked):
     index_q, keys = array(2, 3, 2, 8), contiguous(array(2, 12, 8), 4)
-    check = lambda q=index_q, k=keys, **rules: check_index(
-        q, k, **(dict(top_k=3, local_blocks=1, init_blocks=0) | rules), limits=LIMITS, interpret=False
-    )
+    at = jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32)
+    check = lambda q=index_q, k=keys, **rules: IndexCall(q, k, *at, **(dict(top_k=3) | rules)).check(LIMITS)
     check()
     check(local_blocks=2, init_blocks=1)
     for rules in (dict(local_blocks=0), dict(init_blocks=-1), dict(local_blocks=3, init_blocks=1)):
@@ -149,9 +143,12 @@ def test_every_op_of_attention_refuses_what_does_not_fit(unchecked):
         for name, k, v in (("k", other, of_row), ("v", of_row, other)):
             with pytest.raises(ValueError, match=f"{name}: the table has 3 rows and the queries 2"):
                 call(q, k, v, *chosen, *at)
-        wrong = (blocks[:1],) if chosen else ()
-        with pytest.raises(ValueError, match="K a divisor of 4" if chosen else "kv_heads = 3: need a divisor"):
-            call(q, pages, pages, *wrong, *at, **({} if chosen else dict(kv_heads=3)))
+        for heads in () if chosen else (0, 3, 8):
+            with pytest.raises(ValueError, match=f"4 query heads and kv_heads = {heads}: need a divisor"):
+                call(q, pages, pages, *at, kv_heads=heads)
+        for wrong in (blocks[:1],) if chosen else ():
+            with pytest.raises(ValueError, match="K a divisor of 4"):
+                call(q, pages, pages, wrong, *at)
         if op in (dense_decode, sparse_decode):
             with pytest.raises(ValueError, match="17 queries a row"):
                 call(array(2, 17, 4, 8), pages, pages, *chosen, *at)

@@ -19,6 +19,7 @@ from pallas_kernels.mosaic_common import (
     INTERPRETERS,
     PREFETCHED,
     Chip,
+    by_rows,
     check_tiles,
     clean_behind,
     divisor,
@@ -74,13 +75,9 @@ def run(call: Call, config: Config | None) -> tuple[Array, ...]:
     query_positions = seen_positions(call.positions, call.lengths, tiles * tokens)
     q = jnp.pad(call.q, ((0, 0), (0, tiles * tokens - length), (0, 0), (0, 0)))
     rows_at_once = batch if call.k.table is None else max(1, PREFETCHED // call.k.num_blocks)
-    parts = []
-    for start in range(0, batch, rows_at_once):
-        rows = slice(start, start + rows_at_once)
-        parts.append(
-            _attend_rows(q[rows], call.v, query_positions[rows], rows=rows, sizes=sizes, interpret=call.interpret)
-        )
-    out, lse = (jnp.concatenate(part)[:, :length] for part in zip(*parts, strict=True))
+    options = dict(sizes=sizes, interpret=call.interpret)
+    attend = lambda rows: _attend_rows(q[rows], call.v, query_positions[rows], rows=rows, **options)
+    out, lse = (part[:, :length] for part in by_rows(attend, batch, rows_at_once))
     return (out, lse) if call.return_lse else (out,)
 
 

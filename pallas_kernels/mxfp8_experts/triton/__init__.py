@@ -16,9 +16,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
-from pallas_kernels.mxfp8 import BLOCK, Weights
+from pallas_kernels.mxfp8 import BLOCK, Weights, check_reach
 from pallas_kernels.mxfp8_experts import Call
-from pallas_kernels.numbers import can_reach
 from pallas_kernels.triton_common import dot
 from pallas_kernels.triton_experts import Tiles, run_tiles
 from pallas_kernels.triton_mxfp8 import (
@@ -56,8 +55,7 @@ def run(call: Call, config: TileConfig | None) -> Float[Array, "Y C D"]:
     Raises:
       ValueError: widths that are not whole pieces of a program, or codes out of reach.
     """
-    if not can_reach(call.gate.codes.size):
-        raise ValueError(f"{call.gate.codes.size} codes: need below 2**31 or above 2**32; join layers, or use XLA")
+    check_reach(call.gate, advice="join layers")
     tiles = Tiles.of(call.layer, call.expert, call.valid)
     if config is None:
         config = {1: FewConfig(programs=1536), TILE_ROWS: FragmentConfig()}.get(call.token.shape[1])

@@ -26,9 +26,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.backends import Limits, TileConfig
-from pallas_kernels.mxfp8 import BLOCK, Weights
+from pallas_kernels.mxfp8 import BLOCK, Weights, check_reach
 from pallas_kernels.mxfp8_grouped import Call
-from pallas_kernels.numbers import can_reach
 from pallas_kernels.triton_common import div, dot, in_groups, store_rows
 from pallas_kernels.triton_mxfp8 import numbers_for_tensor_cores, powers
 
@@ -76,8 +75,7 @@ def run(call: Call, config: Config | None) -> Float[Array, "X A D"]:
     if any(n % max(config.columns, config.depth) for n in (width, hidden_width)):
         unit = max(config.columns, config.depth)
         raise ValueError(f"widths {width} and {hidden_width}: need multiples of {unit}")
-    if not can_reach(call.gate.codes.size):
-        raise ValueError(f"{call.gate.codes.size} codes: need below 2**31 or above 2**32; join layers, or use XLA")
+    check_reach(call.gate, advice="join layers")
 
     def start(kernel, outputs: int, out_shape, name: str):
         num_pieces = outputs // config.columns

@@ -9,9 +9,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.backends import Limits, TileConfig
-from pallas_kernels.mxfp8 import BLOCK
+from pallas_kernels.mxfp8 import BLOCK, check_reach
 from pallas_kernels.mxfp8_numbers import Call
-from pallas_kernels.numbers import can_reach
 from pallas_kernels.triton_mxfp8 import numbers
 
 
@@ -35,8 +34,7 @@ def run(call: Call, config: Config | None) -> Float[Array, "I O"]:
     weights = call.weights
     num_layers, inputs, outputs = weights.codes.shape
     config = Config(min(outputs & -outputs, Config.columns)) if config is None else config
-    if not can_reach(weights.codes.size):
-        raise ValueError(f"{weights.codes.size} codes: need below 2**31 or above 2**32; divide the stack, or use XLA")
+    check_reach(weights)
     if outputs % config.columns:
         raise ValueError(f"{outputs} outputs: need a multiple of {config.columns}")
 

@@ -13,9 +13,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.backends import Limits, TileConfig
-from pallas_kernels.mxfp8 import BLOCK, Weights
+from pallas_kernels.mxfp8 import BLOCK, Weights, check_reach
 from pallas_kernels.mxfp8_project import Call
-from pallas_kernels.numbers import can_reach
 from pallas_kernels.triton_mxfp8 import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -42,8 +41,7 @@ def run(call: Call, config: TileConfig | None) -> tuple[Float[Array, "X _"], ...
       ValueError: widths that are not whole pieces of a program, or codes out of reach.
     """
     config = _fitting_config(call.x, tuple(call.weights)) if config is None else config
-    if unreachable := [w.codes.size for w in call.weights if not can_reach(w.codes.size)]:
-        raise ValueError(f"{unreachable[0]} codes: need below 2**31 or above 2**32; divide the stack, or use XLA")
+    check_reach(*call.weights)
     by_tensor_cores = isinstance(config, FragmentConfig)
     columns, blocks = (TILE_COLUMNS, 1) if by_tensor_cores else (config.columns, config.blocks)
     widths = [w.codes.shape[2] for w in call.weights]

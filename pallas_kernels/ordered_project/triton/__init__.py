@@ -24,8 +24,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
-from pallas_kernels.mxfp8 import BLOCK, Weights
-from pallas_kernels.numbers import can_reach, power_of_two
+from pallas_kernels.mxfp8 import BLOCK, Weights, check_reach
+from pallas_kernels.numbers import power_of_two
 from pallas_kernels.ordered_project import Call
 from pallas_kernels.triton_common import dot, in_groups, run_own, store_rows
 from pallas_kernels.triton_mxfp8 import numbers
@@ -79,8 +79,7 @@ def run(call: Call, config: Config | None) -> tuple[Float[Array, "X _"], ...]:
     is_mxfp8 = any(isinstance(w, Weights) for w in call.weights)
     config = config or default_config(call.x.dtype, len(call.x), is_mxfp8)
     num_rows, inputs = call.x.shape
-    if unreachable := [w.codes.size for w in call.weights if isinstance(w, Weights) and not can_reach(w.codes.size)]:
-        raise ValueError(f"{unreachable[0]} codes: need below 2**31 or above 2**32; divide the stack, or use XLA")
+    check_reach(*(w for w in call.weights if isinstance(w, Weights)))
     widths = [outputs_of(w, call.by_output) for w in call.weights]
     part = inputs if call.x.dtype.itemsize == 2 else min(inputs, _PART)
     least = 64 if call.x.dtype.itemsize == 2 else 16  # columns

@@ -21,6 +21,7 @@ from pallas_kernels.mosaic_common import (
     INTERPRETERS,
     PREFETCHED,
     Chip,
+    by_rows,
     check_tiles,
     divisor,
     dot_nn,
@@ -101,16 +102,11 @@ def run(call: Call, config: Config | None) -> tuple[Array, ...]:
     query_positions = seen_positions(call.positions, call.lengths, length)
     listed = blocks[0].size + (0 if call.k.table is None else call.k.num_blocks)
     group = max(1, PREFETCHED // listed)
-    outs, lses = [], []
-    for start in range(0, len(call.q), group):
-        rows = slice(start, start + group)
-        out, lse = _attend_rows(
-            call.q[rows], call.v, blocks[rows], query_positions[rows], factors,
-            rows=rows, sizes=sizes, chip=chip, interpret=call.interpret,
-        )  # fmt: skip
-        outs.append(out)
-        lses.append(lse)
-    out, lse = jnp.concatenate(outs), jnp.concatenate(lses)
+    options = dict(sizes=sizes, chip=chip, interpret=call.interpret)
+    attend = lambda rows: _attend_rows(
+        call.q[rows], call.v, blocks[rows], query_positions[rows], factors, rows=rows, **options
+    )
+    out, lse = by_rows(attend, len(call.q), group)
     return (out, lse) if call.return_lse else (out,)
 
 

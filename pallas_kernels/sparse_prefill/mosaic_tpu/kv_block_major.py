@@ -35,7 +35,7 @@ class Lists(NamedTuple):
 
 
 def kv_block_major(call: Call, config: Config | None, chunk: int | None = None) -> tuple[Array, ...]:
-    """`sparse_prefill` of checked operands by this schedule.
+    """`sparse_prefill` of a checked call by this schedule.
 
     Keys and values in float8_e4m3fn have no scale here. `chunk` is how many queries of a row have their partial
     outputs, J of them each, in memory at once.

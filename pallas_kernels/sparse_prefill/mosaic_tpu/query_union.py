@@ -18,6 +18,7 @@ from pallas_kernels.backends import Interpret
 from pallas_kernels.mosaic_common import (
     PREFETCHED,
     Chip,
+    by_rows,
     clean_behind,
     divisor,
     each_page,
@@ -49,16 +50,11 @@ def query_union(call: Call, config: Config | None) -> tuple[Array, ...]:
     q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))
     blocks = jnp.pad(call.blocks, ((0, 0), (0, 0), (0, padding), (0, 0)), constant_values=-1)
     group = len(q) if call.k.table is None else max(1, PREFETCHED // call.k.num_blocks)
-    outs, lses = [], []
-    for start in range(0, len(q), group):
-        rows = slice(start, start + group)
-        out, lse = _attend_rows(
-            q[rows], call.v, blocks[rows], query_positions[rows], factors,
-            rows=rows, sizes=sizes, interpret=call.interpret,
-        )  # fmt: skip
-        outs.append(out)
-        lses.append(lse)
-    out, lse = jnp.concatenate(outs), jnp.concatenate(lses)
+    options = dict(sizes=sizes, interpret=call.interpret)
+    attend = lambda rows: _attend_rows(
+        q[rows], call.v, blocks[rows], query_positions[rows], factors, rows=rows, **options
+    )
+    out, lse = by_rows(attend, len(q), group)
     return (out, lse) if call.return_lse else (out,)
 
 

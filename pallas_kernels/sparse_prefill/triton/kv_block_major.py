@@ -25,7 +25,7 @@ _CHUNK_PAIRS = 1 << 17  # (query, slot) pairs of a KV head whose partial outputs
 
 
 def kv_block_major(call: Call, config: Config | None, chunk: int | None = None) -> tuple[Array, ...]:
-    """`sparse_prefill` of checked operands by this schedule.
+    """`sparse_prefill` of a checked call by this schedule.
 
     `chunk` is how many queries of a row have their partial outputs, J of them each, in memory at once.
     """

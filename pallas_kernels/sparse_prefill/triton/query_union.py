@@ -21,7 +21,7 @@ from pallas_kernels.triton_common import Softmax, div, dot, empty_softmax, finis
 
 
 def query_union(call: Call, config: Config | None) -> tuple[Array, ...]:
-    """`sparse_prefill` of checked operands by this schedule."""
+    """`sparse_prefill` of a checked call by this schedule."""
     sizes = Sizes.of(call, call.blocks.shape[1], call.blocks.shape[3], config or default_config(call.q.dtype))
     query_positions = seen_positions(call.positions, call.lengths, sizes.out_tokens)
     return walk_unions(call.q, call.v, query_positions, union_blocks(call.blocks, query_positions, sizes), sizes)
