@@ -200,3 +200,19 @@ def finish(state: Softmax) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
     is_seen, total = divisor(state.total)
     lse = natural_lse(state.top, is_seen, total)
     return jnp.where(is_seen[:, None], state.values / total[:, None], 0.0), lse
+
+
+def as_high_as_needed(take: Callable[[int], None], count: Int[Array, ""], tile_rows: int, low: int) -> None:
+    """Call `take` with the rows of a tile to multiply: all, or `low` where these are enough; never for no rows.
+
+    Args:
+      take: multiplies so many rows.
+      count: how many of the tile's rows count.
+      tile_rows: all of them.
+      low: fewer rows, which tensor cores take at once.
+    """
+    if tile_rows <= low:
+        pl.when(count > 0)(lambda: take(tile_rows))
+        return
+    pl.when((count > 0) & (count <= low))(lambda: take(low))
+    pl.when(count > low)(lambda: take(tile_rows))

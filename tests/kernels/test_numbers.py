@@ -48,3 +48,13 @@ def test_a_softmax_that_saw_nothing_divides_by_one_and_a_nan_stays(module, unit)
     assert is_seen.tolist() == [False, True, True] and total[:2].tolist() == [1, 2] and jnp.isnan(total[2])
     lse = module.natural_lse(jnp.full(3, 3 * unit, jnp.float32), is_seen, total)
     np.testing.assert_allclose(lse, [-np.inf, 3 + np.log(2), np.nan], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("low", "uncut", "tile"), [(64, 64, 128), (16, 16, 32)])
+def test_a_tile_is_multiplied_as_high_as_it_needs(low, uncut, tile, unchecked):
+    """All rows, or as few as one product takes; a low tile is never cut, and none is multiplied for no row."""
+    for rows in (uncut, tile):
+        for count in range(rows + 1):
+            heights = []
+            triton_common.as_high_as_needed(heights.append, count, rows, low)
+            assert heights == ([] if count == 0 else [low if count <= low else rows]), (rows, count)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.grouped_experts import Call
-from pallas_kernels.triton_common import div, dot, in_groups, store_rows
+from pallas_kernels.triton_common import as_high_as_needed, div, dot, in_groups, store_rows
 from pallas_kernels.triton_experts import Piece
 
 _LEAST_ROWS = 64  # of a product that the tensor cores take at once; lower ones save nothing in a tall tile
@@ -121,7 +121,7 @@ def _hidden_kernel(
         gate, up = jax.lax.fori_loop(0, x_ref.shape[1] // piece.depth, take_depth, (zero, zero))
         hidden_ref[tile, pl.ds(0, rows), columns] = activate(gate, up).astype(hidden_ref.dtype)
 
-    _as_high_as_needed(take, count, tile_tokens)
+    as_high_as_needed(take, count, tile_tokens, _LEAST_ROWS)
 
 
 def _out_kernel(
@@ -152,19 +152,10 @@ def _out_kernel(
         is_used = jnp.arange(rows, dtype=jnp.int32) < count
         store_rows(out_ref, pair_ref[tile, pl.ds(0, rows)], columns, out, is_used, interpret)
 
-    _as_high_as_needed(take, count, tile_tokens)
+    as_high_as_needed(take, count, tile_tokens, _LEAST_ROWS)
 
 
 def _place(num_tiles: int, num_pieces: int, group: int, piece: Piece) -> tuple[Int[Array, ""], pl.Slice]:
     """Return the (tile, columns) that this program computes."""
     tile, index = in_groups(num_tiles, num_pieces, group)
     return tile, pl.ds(index * piece.columns, piece.columns)
-
-
-def _as_high_as_needed(take: Callable[[int], None], count: Int[Array, ""], tile_tokens: int) -> None:
-    """Call `take` with the rows of a tile to multiply: all, or the fewest that tensor cores take; never for no rows."""
-    if tile_tokens <= _LEAST_ROWS:
-        pl.when(count > 0)(lambda: take(tile_tokens))
-        return
-    pl.when((count > 0) & (count <= _LEAST_ROWS))(lambda: take(_LEAST_ROWS))
-    pl.when(count > _LEAST_ROWS)(lambda: take(tile_tokens))

@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.backends import Limits, TileConfig
 from pallas_kernels.mxfp8 import BLOCK, Weights, check_reach
 from pallas_kernels.mxfp8_grouped import Call
-from pallas_kernels.triton_common import div, dot, in_groups, store_rows
+from pallas_kernels.triton_common import as_high_as_needed, div, dot, in_groups, store_rows
 from pallas_kernels.triton_mxfp8 import numbers_for_tensor_cores, powers
 
 _CHUNK = 16  # bytes that a thread fetches at once
@@ -133,7 +133,7 @@ def _hidden_kernel(
             plgpu.debug_barrier()  # threads may read what others wrote
         hidden_ref[tile, rows, columns] = activate(gate_ref[tile, rows, columns], up_sum).astype(hidden_ref.dtype)
 
-    _as_high_as_needed(take, count_ref[tile], tile_tokens)
+    as_high_as_needed(take, count_ref[tile], tile_tokens, max(tile_tokens // 2, 16))
 
 
 def _out_kernel(
@@ -163,17 +163,7 @@ def _out_kernel(
         is_used = jnp.arange(num_rows, dtype=jnp.int32) < count
         store_rows(out_ref, pair_ref[tile, rows], columns, out, is_used, interpret)
 
-    _as_high_as_needed(take, count, tile_tokens)
-
-
-def _as_high_as_needed(take: Callable[[int], None], count: Int[Array, ""], tile_tokens: int) -> None:
-    """Call `take` with the rows of a tile to multiply: all, or half of them if they are enough; never for no rows."""
-    half = tile_tokens // 2
-    if half < 16:
-        pl.when(count > 0)(lambda: take(tile_tokens))
-        return
-    pl.when((count > 0) & (count <= half))(lambda: take(half))
-    pl.when(count > half)(lambda: take(tile_tokens))
+    as_high_as_needed(take, count, tile_tokens, max(tile_tokens // 2, 16))
 
 
 # Tensor cores want of a thread, for each of two of 16 columns and for columns that are 64 or more apart, the numbers of
