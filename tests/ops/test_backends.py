@@ -288,7 +288,8 @@ def test_kernels_without_a_cache_get_what_one_device_has(sizes, unchecked):
     A mesh of GPUs that are not there: the program is traced.
     """
     mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 4, abstract_device=H200.abstract_device)
-    model = m3_model.abstract(narrow_of_two_layers(), "bfloat16")._computed(mesh=mesh)
+    model = m3_model.abstract(narrow_of_two_layers(), "bfloat16")
+    model.compute = replace(model.compute, mesh=mesh)
     tokens = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
     with on_a_gpu(mesh):
         traced = jax.jit(lambda model, tokens: model(tokens)).trace(model, tokens)
