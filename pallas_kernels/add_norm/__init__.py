@@ -14,7 +14,7 @@ __all__ = ["add_norm"]
 class Call(backends.Call):
     """(sum, its root-mean-square norm times (1 + weight)), each rounded once to x's dtype.
 
-    Attributes:
+    Args:
       x: the residual stream.
       update: what is added to it, in float32; None adds nothing.
       weight: of the norm.

@@ -14,7 +14,7 @@ __all__ = ["choose_experts"]
 class Call(backends.Call):
     """The experts with the highest sigmoid score plus bias, and their scores alone, divided by the sum of these.
 
-    Attributes:
+    Args:
       logits: of each token for each expert.
       bias: counts in the choice only.
       top_k: A, experts of a token.

@@ -18,7 +18,7 @@ class Call(backends.Call):
 
     On Hopper also by "cudnn" or "cudnn_prefix", for rows of which that backend's `in_order` is true.
 
-    Attributes:
+    Args:
       q: queries after norm and RoPE; bfloat16, float16 or float32.
       k: keys, `contiguous` or `paged`, in the same dtype; finite wherever a query of the row can see them.
       v: values, in the same pages.

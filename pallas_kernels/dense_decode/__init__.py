@@ -18,7 +18,7 @@ class Call(dense_causal.Call):
 
     Its other fields and results are those of `dense_causal`, but that keys and values may be in float8_e4m3fn too.
 
-    Attributes:
+    Args:
       scales: what stored keys and values of each KV head are to be multiplied with.
     """
 

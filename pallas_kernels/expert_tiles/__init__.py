@@ -16,7 +16,7 @@ __all__ = ["expert_tiles"]
 class Call(backends.Call):
     """Apply each tile's expert to its tokens, and weight the outputs: `weight * (activate(x gate, x up) down)`.
 
-    Attributes:
+    Args:
       tokens: by tile, in the weights' dtype.
       gate: weights of a stack of layers.
       up: likewise.

@@ -27,7 +27,7 @@ class SharedExpert(NamedTuple):
 class Call(backends.Call):
     """Apply each chosen expert to its tokens: `activate(x gate, x up) down`.
 
-    Attributes:
+    Args:
       x: tokens, 1 to `MOST_TOKENS`; bfloat16, float16 or float32.
       gate: weights of a stack of layers, in x's dtype.
       up: likewise.

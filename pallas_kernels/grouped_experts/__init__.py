@@ -20,7 +20,7 @@ class Call(backends.Call):
 
     A pair is a token and one of the A experts that it chose: pair p is token p // A's choice p % A.
 
-    Attributes:
+    Args:
       x: tokens; bfloat16, float16 or float32.
       gate: weights of a stack of layers, in x's dtype.
       up: likewise.

@@ -14,7 +14,7 @@ __all__ = ["grouped_outer"]
 class Call(backends.Call):
     """Sum, over the tiles of each group, the products of the tile's left rows, transposed, with its right rows.
 
-    Attributes:
+    Args:
       left: rows by tile. A row that does not count must be 0 here or in `right`.
       right: likewise, in the same dtype.
       first_tile: of each group; a group's tiles stand next to each other.

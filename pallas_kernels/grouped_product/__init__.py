@@ -14,7 +14,7 @@ __all__ = ["grouped_product"]
 class Call(backends.Call):
     """Multiply each tile's rows by its group's matrix.
 
-    Attributes:
+    Args:
       rows: by tile; C a multiple of 16 (of a program's rows, where those are more).
       weight: a matrix of each group, `[E K N]`, in the rows' dtype.
       group: of each tile.

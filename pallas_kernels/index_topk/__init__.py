@@ -19,7 +19,7 @@ Selected = Int[Array, "B K T J"] | tuple[Int[Array, "B K T J"], Float[Array, "B 
 class Call(backends.Call):
     """The blocks that each query keeps, by the highest score of their keys: no score is ever written.
 
-    Attributes:
+    Args:
       index_q: index queries after norm and RoPE; bfloat16 or float32, and float16 with "triton".
       index_k: index keys, `contiguous` or `paged`, in the same dtype, and with "mosaic_tpu" also in float8_e4m3fn.
       positions: absolute position of each query; < 0 or >= lengths marks padding.

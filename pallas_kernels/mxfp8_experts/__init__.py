@@ -18,7 +18,7 @@ class Call(backends.Call):
 
     Codes and scales become numbers in registers, so that 1 + 1/32 bytes are read from memory for each weight.
 
-    Attributes:
+    Args:
       x: tokens; bfloat16 or float16.
       gate: of shape [L E D F].
       up: likewise.

@@ -19,7 +19,7 @@ class Call(grouped_experts.Call):
     Its fields and results are those of `grouped_experts` of the dequantised weights; x is bfloat16 or float16, and C
     may also be 256 by "mosaic_gpu", which is for bfloat16 on a Hopper GPU.
 
-    Attributes:
+    Args:
       gate: of shape [L E D F].
       up: likewise.
       down: of shape [L E F D].

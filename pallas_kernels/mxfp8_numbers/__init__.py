@@ -16,7 +16,7 @@ __all__ = ["Weights", "mxfp8_numbers"]
 class Call(backends.Call):
     """The numbers of one layer: `e4m3(code) * 2^(scale - 127)` in float32, which holds it, then `dtype`.
 
-    Attributes:
+    Args:
       weights: of shape [L I O].
       layer: which layer of the stack; it is not copied.
       dtype: bfloat16 or float16.

@@ -19,7 +19,7 @@ class Call(backends.Call):
     Codes and scales become numbers in registers: of memory a byte a weight is read, and a thirty-second, where they lie
     in the stack of layers. On Hopper also by "mosaic_gpu", in bfloat16.
 
-    Attributes:
+    Args:
       x: activations; bfloat16 or float16.
       weights: each of shape [L I O], with its own O.
       layer: which layer of the stacks; it is not copied.

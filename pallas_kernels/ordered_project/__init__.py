@@ -19,7 +19,7 @@ class Call(backends.Call):
     Every element is a sum over the input channels in their order, from the first to the last: neither the number of
     rows, nor a row's place among them, nor the tile sizes that follow from both change it.
 
-    Attributes:
+    Args:
       x: activations; bfloat16, float16 or float32.
       weights: each of shape [L I O], with its own O, in x's dtype; or in MXFP8, whose numbers are rounded to x's dtype.
       layer: which layer of the stacks; it is not copied.

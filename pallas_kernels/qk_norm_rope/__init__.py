@@ -18,7 +18,7 @@ class Call(backends.Call):
 
     A program takes one token, so a token's bits are its own.
 
-    Attributes:
+    Args:
       heads: of queries, keys, index queries and so on, [X N H] each with its own N and H.
       norms: weights of each one's norm, [H].
       cos: cosines of each token's angles: dims i and R + i of a head rotate into each other, those from 2R on pass.

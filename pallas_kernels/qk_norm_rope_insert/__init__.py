@@ -38,7 +38,7 @@ class Written(NamedTuple):
 class Call(backends.Call):
     """Norm, rotate and write a layer's new tokens.
 
-    Attributes:
+    Args:
       x: q `[B T N H]`, k and v `[B T K H]`, and for a sparse layer index_q `[B T K I]` and index_k `[B T I]`; best in
         float32, as the projections accumulate, and with "mosaic_tpu" finite.
       norms: weights of the norms, `[H]` and `[I]`; applied as 1 + weight. None for queries, or index queries, that are

@@ -23,7 +23,7 @@ class Call(backends.Call):
     No other exchange may run beside it, be it a call of this or one of XLA's collectives: of two in a program one must
     need what the other returns. Else devices may wait for each other for ever.
 
-    Attributes:
+    Args:
       x: this device's array, of the same shape on all; numbers of 16 or 32 bits.
       axes: of the mesh, whose devices lie in the order of their ids from 0 on, all in this process.
       result: "parts" for every device's array; "sum" for the sum; "part of sum" for as much of the sum's first axis as

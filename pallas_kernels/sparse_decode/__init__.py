@@ -17,7 +17,7 @@ __all__ = ["MAX_QUERIES", "sparse_decode"]
 class Call(backends.Call):
     """Attention of at most 16 queries a row, each over the blocks that it selected.
 
-    Attributes:
+    Args:
       q: queries after norm and RoPE; bfloat16 or float32, and float16 with "triton".
       k: keys, `contiguous` or `paged`, in the queries' dtype or in float8_e4m3fn.
       v: values, in the same pages.

@@ -16,7 +16,7 @@ __all__ = ["sparse_prefill"]
 class Call(backends.Call):
     """Attention of each query over the blocks that it selected.
 
-    Attributes:
+    Args:
       q: queries after norm and RoPE; bfloat16 or float32, and float16 with "triton".
       k: keys, `contiguous` or `paged`, in the same dtype, and with "mosaic_tpu" also in float8_e4m3fn; finite wherever
         a query of the row can see them.

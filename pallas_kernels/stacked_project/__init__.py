@@ -19,7 +19,7 @@ class Call(backends.Call):
 
     So few rows are bounded by the memory's rate, at which weights are read; a slice out of the stack would be a copy.
 
-    Attributes:
+    Args:
       x: activations, 1 to `MOST_ROWS` rows; bfloat16, float16 or float32.
       weights: each of shape [L I O], with its own O, in x's dtype.
       layer: which layer of the stacks.
