@@ -25,7 +25,18 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.harness import HERE, Option
-from benchmarks.models import NAMES, SUFFIX, build, engine_sizes, first_token, greedy, prompt, random_tokens
+from benchmarks.models import (
+    NAMES,
+    SUFFIX,
+    build,
+    engine_sizes,
+    first_token,
+    greedy,
+    prompt,
+    random_tokens,
+    start,
+    step_seconds,
+)  # fmt: skip
 from benchmarks.timing import Kernels, kernel_times, mean, traced
 from m3jax import M3Config
 from m3jax.decoding import Engine, PromptLookup
@@ -124,39 +135,22 @@ def measure(args):
 
 def decode(engine: Engine, prefix: list[int], rows: int, args) -> tuple[float, Kernels, list]:
     """Return the seconds of a decode step or a round of verification, its kernels, and each row's tokens."""
-
-    def start() -> list[int]:
-        asked = greedy(args.new_tokens)
-        handles = [engine.add(prompt(engine.config, prefix, 1000 * rows + seed), asked) for seed in range(rows)]
-        while engine.prefill():
-            pass
-        return handles
-
-    def steps_done() -> float:
-        if engine.drafting.draft_tokens:
-            return engine.drafting.forwards / rows
-        return engine.timings.decoded_tokens / rows
-
-    handles, seconds = start(), []
-    while engine.busy:
-        began, before = engine.timings.decode_seconds, steps_done()
-        engine.step()
-        if steps_done() - before == args.steps:  # in the last call rows end
-            seconds.append((engine.timings.decode_seconds - began) / args.steps)
+    prompts = [prompt(engine.config, prefix, 1000 * rows + seed) for seed in range(rows)]
+    asked = greedy(args.new_tokens)
+    handles = start(engine, prompts, asked)
+    seconds = step_seconds(engine, rows, args.steps)
     tokens = [engine.result(handle).tokens for handle in handles]
-    if not seconds:
-        raise ValueError(f"--new-tokens is {args.new_tokens}; it takes more for a call of {args.steps} steps")
     # Of a loop in a CUDA graph a profiler sees the first turn alone. So those of all calls of a request are traced,
     # and a call of none: tokens of a round that nothing was proposed for meet fewer experts than others.
     engine._scheduler._dispatches_ahead = False  # each `step` is a call of its own
-    start()
+    start(engine, prompts, asked)
     of_call = traced(lambda: engine._runner.read(engine._runner.launch(0)))
     of_turns = []
     while engine.busy:
         of_turns.append(traced(engine.step) - of_call)
     of_step = mean(of_turns)
     of_step.busy += of_call.busy / args.steps
-    return statistics.median(seconds), of_step, tokens
+    return seconds, of_step, tokens
 
 
 # Bounds

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SHARED = ("__init__", "harness", "timing", "models", "transformers_peer", "load")  # no subjects
+SHARED = ("__init__", "harness", "timing", "models", "transformers_peer")  # no subjects
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 ERROR = 2
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -142,7 +142,10 @@ class Report:
             self._write(row)
         else:
             self._content["rows"].append(dict(row))
-            widths = [max(len(name), 10 if number else 34) for number, name in enumerate(row)]
+            widths = [
+                max(len(name), 34 if isinstance(value, str) and number < 2 else 10)
+                for number, (name, value) in enumerate(row.items())
+            ]
             if self._columns != (columns := tuple(row)):
                 self._columns = columns
                 self._write("")

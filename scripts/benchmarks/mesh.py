@@ -40,7 +40,16 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from benchmarks.harness import Option
-from benchmarks.models import engine_sizes, first_token, four_layers, greedy, prompt, random_tokens
+from benchmarks.models import (
+    engine_sizes,
+    first_token,
+    four_layers,
+    greedy,
+    prompt,
+    random_tokens,
+    start,
+    step_seconds,
+)  # fmt: skip
 from m3jax import M3Config
 from m3jax.cache import Cache, LayerCall
 from m3jax.decoding import Engine
@@ -211,7 +220,13 @@ def times(config: M3Config, args):
             if rows == args.rows[0]:
                 yield from prompts(name, engine, args, ratios)
             first_token(engine, prefix)
-            yield from steps(name, engine, prefix, rows, new_tokens, args, ratios, drawn)
+            handles = start(engine, [prompt(config, prefix, seed) for seed in range(rows)], greedy(new_tokens))
+            seconds = step_seconds(engine, rows, args.steps)
+            tokens = [engine.result(handle).tokens for handle in handles]
+            pairs = zip(tokens, drawn.setdefault(rows, tokens), strict=True)
+            same = sum(a == b for row, other in pairs for a, b in zip(row, other, strict=True))
+            note = f"{same} of {sum(map(len, tokens))} tokens the same"
+            yield ratios.row(name, f"step of {rows}", seconds, note)
         del model, engines, engine  # before the next mesh's weights are made
         gc.collect()
 
@@ -224,27 +239,6 @@ def prompts(name: str, engine: Engine, args, ratios: Ratios):
     yield ratios.row(name, f"prompt of {chunk}", statistics.median(run(chunk, seed) for seed in (2, 3, 4)))
     seconds = min(run(args.context_tokens, seed) for seed in (5, 6))
     yield ratios.row(name, f"prompt of {args.context_tokens}", seconds)
-
-
-def steps(name: str, engine: Engine, prefix: list[int], rows: int, new_tokens: int, args, ratios: Ratios, drawn: dict):
-    """Yield the time of a decode step with all rows live."""
-
-    def prefilled() -> list[int]:
-        asked = greedy(new_tokens)
-        handles = [engine.add(prompt(engine.config, prefix, seed), asked) for seed in range(rows)]
-        while engine.prefill():
-            pass
-        return handles
-
-    handles, seconds = prefilled(), []
-    while engine.busy:
-        began, before = engine.timings.decode_seconds, engine.timings.decoded_tokens
-        engine.step()
-        if engine.timings.decoded_tokens - before == rows * args.steps:  # in the last call rows end
-            seconds.append((engine.timings.decode_seconds - began) / args.steps)
-    tokens = np.array([engine.result(handle).tokens for handle in handles])
-    same = int((tokens == drawn.setdefault(rows, tokens)).sum())
-    yield ratios.row(name, f"step of {rows}", statistics.median(seconds), f"{same} of {tokens.size} tokens the same")
 
 
 # What they compute

@@ -1,6 +1,7 @@
 """Models and prompts that several subjects measure."""
 
 import dataclasses
+import statistics
 import time
 
 import numpy as np
@@ -63,6 +64,35 @@ def prompt(config: M3Config, prefix: list[int], seed: int) -> list[int]:
 def greedy(new_tokens: int, **more) -> Params:
     """Return the parameters of greedy decoding."""
     return Params(max_new_tokens=new_tokens, sampling=Sampling.greedy(), **more)
+
+
+def start(engine: Engine, prompts: list[list[int]], params: Params) -> list[int]:
+    """Add requests side by side, and return their handles when all are past their prompts."""
+    handles = [engine.add(tokens, params) for tokens in prompts]
+    while engine.prefill():
+        pass
+    return handles
+
+
+def step_seconds(engine: Engine, rows: int, steps: int) -> float:
+    """Return the median seconds of a decode step, or of a round of verification, until all requests have ended.
+
+    Raises:
+      ValueError: The requests ended before a whole call of `steps`.
+    """
+
+    def done() -> float:
+        return (engine.drafting.forwards if engine.drafting.draft_tokens else engine.timings.decoded_tokens) / rows
+
+    seconds = []
+    while engine.busy:
+        began, before = engine.timings.decode_seconds, done()
+        engine.step()
+        if done() - before == steps:  # in the last call rows end
+            seconds.append((engine.timings.decode_seconds - began) / steps)
+    if not seconds:
+        raise ValueError(f"the requests are too short for a call of {steps} steps")
+    return statistics.median(seconds)
 
 
 def first_token(engine: Engine, tokens: list[int]) -> float:
