@@ -2,17 +2,20 @@
 
 from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.fake_model import FakeConfig, FakeModel
 from support.scripted_chat import TOOLS, ScriptedModel, wire
 
 import m3jax
 from m3jax.assets import embedded_path
 from m3jax.completion import Defaults
-from m3jax.decoding import Engine, Sampling
+from m3jax.decoding import Engine, Params, Sampling
 from m3jax.dialogue import Dialogue, Reply, open_calls
-from m3jax.dialogue.chat import check_question
+from m3jax.dialogue.chat import check_answer, check_question, new_tokens_within
 from m3jax.progress import Activity
 from m3jax.text import ChatTemplate, Tokenizer
 
@@ -226,14 +229,55 @@ def test_an_interrupted_answer_keeps_no_call():
     assert answered(talk, {"role": "user", "content": "Go on."}).content == "Right."
 
 
-def test_who_stops_asking_leaves_the_history_as_it_was():
-    """The request ends with its reader: its pages are free again, and the next answer does not wait for it."""
+def test_who_stops_asking_leaves_the_history_as_it_was(monkeypatch):
+    """The request ends with its reader: its place is free again, and the next answer does not wait for it."""
+    steps, step = [], Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: steps.append(1) or step(engine))
     talk = dialogue("</mm:think>" + "one two three " * 50, "</mm:think>Right.")
     events = talk.send(USER)
     assert next(events).kind == "content" and talk.messages == [USER]
     events.close()
-    assert talk.messages == [] and not talk._engine.busy
-    talk._engine.check()
+    assert talk.messages == []
+    counts = []
+    for _ in range(2):
+        steps.clear()
+        assert answered(talk, USER).content == "one two three " * 50
+        counts.append(len(steps))
+        talk.undo()
+    assert counts[0] <= counts[1] + 3 and counts[1] > 20
+
+
+# What there is room for, and what is open
+
+
+@given(st.integers(1, 9000), st.integers(1, 9000))
+def test_an_answer_has_what_the_prompt_leaves_and_4096_at_most(prompt_tokens, room):
+    assert new_tokens_within(prompt_tokens, room, None) == min(
+        4096, room - prompt_tokens if room > prompt_tokens else 1
+    )
+    assert new_tokens_within(prompt_tokens, room, 5000) == 5000
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_dialogue_and_its_answer_have_to_fit():
+    config = SimpleNamespace(vocab_size=9, max_position_embeddings=99)
+    check_answer([1, 2, 3], Params(max_new_tokens=7, sampling=Sampling()), config, 10)
+    with pytest.raises(ValueError, match="has 3 tokens, which with an answer of 8 are more than the 10 that there is"):
+        check_answer([1, 2, 3], Params(max_new_tokens=8, sampling=Sampling()), config, 10)
+
+
+CALLS = [{"id": x, "function": {"name": x}} for x in "abc"]
+ASKED = {"role": "assistant", "content": "", "tool_calls": CALLS}
+OF = lambda name: {"role": "tool", "tool_call_id": name, "content": "1"}
+
+
+def test_calls_are_open_until_they_have_a_result():
+    """Of the last answer alone, in its order, whatever the order of the results."""
+    for results, still_open in (("", "abc"), ("b", "ac"), ("cb", "a"), ("abc", "")):
+        history = [ASKED, OF("a"), {"role": "user", "content": "x"}, ASKED, *map(OF, results)]
+        assert [call["id"] for call in open_calls(history)] == [*still_open]
+    assert open_calls([]) == open_calls([{"role": "user", "content": "x"}]) == open_calls([OF("a")]) == []
+    assert open_calls([ASKED, {"role": "assistant", "content": "done", "tool_calls": None}]) == []
 
 
 # What is refused
