@@ -182,7 +182,7 @@ def test_schemas_say_the_ranges():
             "u": {"description": "of the client alone: it changes nothing"},
         },
     }  # fmt: skip
-    assert list(object_schema(table, ["u"])["properties"]) == ["u"] and "required" not in object_schema(table, ["u"])
+    assert "required" not in object_schema({"u": UnreadField()})
 
 
 def test_fields_of_a_request():

@@ -150,11 +150,6 @@ class GrammarGuide:
             words = _with(words, (self._think, self._end_think))
         return words
 
-    def is_complete(self, new: Sequence[int]) -> bool:
-        """True if the answer could end behind these tokens."""
-        begin = self._grammar_begin(tuple(new))
-        return begin is not None and self._matcher(tuple(new)[begin:]).is_accepting()
-
     def _grammar_begin(self, new: tuple[int, ...]) -> int | None:
         """Return the index of the first token that belongs to the grammar; None in the reasoning."""
         reasons = self._phase == "reasoning" or (self._phase == "open" and new[:1] == (self._think,))

@@ -112,10 +112,10 @@ class _Tags:
             raise ValueError(f"structural_tag: a format of type {shown(kind)} is not known")
         return found if not end else f"{found} {_literal(end)}"
 
-    def _rule(self, kind: str, right: str, attributes: str = "") -> str:
+    def _rule(self, kind: str, right: str) -> str:
         self._number += 1
         name = f"{kind}_{self._number}"
-        self.lines.append(f"{name}{attributes}: {right}")
+        self.lines.append(f"{name}: {right}")
         return name
 
     def _text(self, end: str | None, excludes: Sequence[str] = ()) -> str:

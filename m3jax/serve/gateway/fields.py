@@ -7,7 +7,7 @@ is checked where it is read.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field as attribute
 from typing import Any
@@ -303,17 +303,10 @@ class Fields:
         return name in self.given
 
 
-def object_schema(table: Table, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the JSON schema of the requests that a table takes; as there, null is as good as no field.
-
-    Args:
-      table: of the fields.
-      names: of those that are described; None for all.
-    """
+def object_schema(table: Table) -> dict[str, Any]:
+    """Return the JSON schema of the requests that a table of fields takes; as there, null is as good as no field."""
     properties = {}
     for name, each in table.items():
-        if names is not None and name not in names:
-            continue
         described = {"description": each.about} if each.about else {}
         default = {} if each.default in (None, ()) else {"default": each.default}
         own = each.schema()

@@ -12,7 +12,7 @@ from smg_grpc_proto.generated import common_pb2
 from m3jax.dialogue.chat import check_question
 from m3jax.dialogue.media import media_parts, what_is_read
 from m3jax.media import PlaceholderIds, ProcessedImage, ProcessedVideo, expand_tokens
-from m3jax.serve.gateway.errors import ApiError, refused
+from m3jax.serve.gateway.errors import refused
 from m3jax.serve.gateway.pixels import PixelPool
 from m3jax.serve.gateway.sources import Sources
 from m3jax.text import ChatTemplate, Tokenizer, ordered_messages
@@ -275,8 +275,3 @@ def tokens_of(tokenizer: Tokenizer, value: Any, field: str, vocab_size: int, con
             raise refused(field, f"{field}: a prompt has no tokens; give it at least one")
         found.append(prompt)
     return found
-
-
-def as_api_error(error: ValueError, field: str) -> ApiError:
-    """Return a ValueError as the refusal of a field."""
-    return refused(field, str(error))

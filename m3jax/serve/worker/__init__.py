@@ -4,10 +4,9 @@ from m3jax.serve.worker.command import main
 
 TYPE_CHECKING = False  # as in m3jax/__init__.py
 if TYPE_CHECKING:
-    from m3jax.serve.worker.server import serve
     from m3jax.serve.worker.worker import Worker
 
-__all__ = ["Worker", "main", "serve"]
+__all__ = ["Worker", "main"]
 
 
 def __getattr__(name: str) -> object:
@@ -16,8 +15,4 @@ def __getattr__(name: str) -> object:
         from m3jax.serve.worker.worker import Worker
 
         return Worker
-    if name == "serve":
-        from m3jax.serve.worker.server import serve
-
-        return serve
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,5 @@
 """A worker behind gRPC: the service `vllm.grpc.engine.VllmEngine`."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -109,22 +108,3 @@ async def start(worker: Worker, host: str = "127.0.0.1", port: int = 0) -> tuple
     bound = bound_port(server, host, port)
     await server.start()
     return server, bound
-
-
-async def serve(
-    worker: Worker, host: str, port: int, *, drain_seconds: float = 30.0, stopped: asyncio.Event | None = None
-) -> None:
-    """Serve calls until it is told to stop; then let what goes on end, and close the worker.
-
-    Args:
-      worker: to be closed at the end.
-      host, port: as in `start`.
-      drain_seconds: that requests get to end once it stops; then they are aborted.
-      stopped: set to stop; None serves until this coroutine is cancelled.
-    """
-    server, _ = await start(worker, host, port)
-    try:
-        await (stopped or asyncio.Event()).wait()
-    finally:
-        await server.stop(drain_seconds)
-        await worker.close("abort")
