@@ -133,7 +133,8 @@ def test_places_are_the_definition(model):
 def test_embed_puts_features_in_place_of_placeholders(model):
     """Each at its own place, the rest the tokens' own; rows with a negative place go nowhere."""
     rows = np.asarray(model.features(MEDIA))
-    places = np.asarray(model.places(TOKENS, MEDIA))
+    places = np.array(model.places(TOKENS, MEDIA))
+    places[:2] = 0, TOKENS.size - 1  # the first and the last token's too
     found = np.asarray(model.embed(TOKENS, rows, places))
     expected = np.asarray(model.embed_tokens[...])[TOKENS].reshape(-1, rows.shape[-1])
     assert_equal(model.embed(TOKENS), expected.reshape(found.shape), "embeddings of text", "B T D")
