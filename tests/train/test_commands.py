@@ -93,11 +93,11 @@ def test_fine_tuning_has_the_settings_of_its_options(calls, sft, tmp_path, capsy
 
 def test_a_row_holds_the_longest_conversation_in_whole_blocks(calls, sft):
     """At least 1,024 tokens where nothing is asked for."""
-    for question, fewest in (("a", 1024), ("a " * 1500, 1500)):
-        sft("", question)
+    for options, question, fewest, remat in (("", "a", 1024, True), ("--keep-products", "a " * 1500, 1500, "products")):
+        sft(options, question)
         batches, settings = calls["fine_tune"][0][1], calls["fine_tune"][0][4]
         tokens = batches[0]["num_tokens"]
-        assert settings.length == max(1024, -(-tokens // 16) * 16) >= fewest and settings.remat is True
+        assert settings.length == max(1024, -(-tokens // 16) * 16) >= fewest and settings.remat == remat
 
 
 def test_adapters_are_trained_on_a_model_in_the_dtype_of_a_pass(calls, sft):

@@ -217,6 +217,35 @@ def test_prompts_that_do_not_fit(task, tmp_path, unchecked):
             train_policy(model(), TOKENIZER, None, one_row, RunSettings(steps=1), tmp_path)
 
 
+@pytest.mark.parametrize(("has_tools", "room"), [(False, 20), (True, 3 * 20 + 2 * 5)])
+def test_episodes_of_several_turns_need_room_for_all(tmp_path, monkeypatch, unchecked, has_tools, room):
+    """Of 1,024 tokens: turns of a policy, and what tools write between them."""
+
+    class Enough(Exception):
+        """Ends a run before it begins."""
+
+    def check_same_run(*_):
+        raise Enough
+
+    monkeypatch.setattr(grpo, "check_same_run", check_same_run)
+    settings = RunSettings(steps=1, max_new_tokens=20, turns=3, tool_tokens=5)
+    letters = SimpleNamespace(encode=list)
+    words = " in 3 turns and tool_tokens = 5" if has_tools else ""
+    for count, error, reason in (
+        (1024 - room, Enough, None),
+        (
+            1025 - room,
+            ValueError,
+            f"longest prompt has {1025 - room} tokens, which with max_new_tokens = 20{words} are",
+        ),
+    ):
+        task = SimpleNamespace(
+            prompts=lambda count=count: [{"prompt": "a"}, {"prompt": "a" * count}], has_tools=has_tools
+        )
+        with pytest.raises(error, match=reason):
+            train_policy(model(), letters, None, task, settings, tmp_path)
+
+
 def test_settings_that_no_run_has(unchecked):
     """The least of each setting is taken, and nothing below it."""
     least = dict(steps=1, prompts=1, answers=2, max_new_tokens=1, epochs=1, save_every=1, warmup_steps=0, turns=1,

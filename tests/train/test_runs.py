@@ -101,6 +101,8 @@ def test_trainer_and_engine_read_one_policy_with_all_knobs_on(whole):
         parts = line["reward_mean.letters"] + 0.01 * line["reward_mean.length"]
         assert line["reward_mean"] == pytest.approx(parts)
     assert found[0]["kl_reference"] == 0 < found[1]["kl_reference"]
+    states = whole[1][0].parent / "whole0" / "states"
+    assert sorted(int(state.name) for state in states.iterdir()) == [2, 3], "the last two, of one step a round"
 
 
 def test_a_run_goes_on_from_wherever_it_was_killed(whole, tmp_path):
@@ -173,12 +175,17 @@ def test_the_command_s_options_are_the_loss_s(tmp_path, monkeypatch):
     words = (
         "--kl 0.2 --dual-clip none --ratio sequence --clip 0.1,0.3 --mean constant --max-new-tokens 9 --old engine "
         "--tis sequence --reject token,k1,0.5 --temperature 0.7 --top-k 20 --top-p 0.9 --min-p 0.1 --turns 2 "
-        "--tool-tokens 7 --replay experts,support --baseline rloo --epochs 2 --save-every 3"
+        "--tool-tokens 7 --replay experts,support --baseline rloo --epochs 2 --save-every 3 --prompts 3 --answers 4 "
+        "--rows 6 --learning-rate 0.5 --warmup-steps 2 --weight-decay 0.25 --seed 5 --dtype bfloat16 --invariant "
+        "--keep-products"
     )
     arguments = ["grpo", "--task", str(task), "--out", str(tmp_path), "--steps", "1", *words.split()]
     assert command.main(arguments) == 2
     (settings,) = given
-    assert settings.save_every == 3
+    assert (settings.save_every, settings.prompts, settings.answers, settings.rows) == (3, 3, 4, 6)
+    assert (settings.learning_rate, settings.warmup_steps, settings.weight_decay) == (0.5, 2, 0.25)
+    assert (settings.seed, settings.compute_dtype) == (5, "bfloat16") and settings.invariant
+    assert settings.remat == "products"
     correction = Correction(weigh="sequence", reject="token", divergence="k1", reject_above=0.5)
     assert settings.loss == PolicyLoss(
         clip_low=0.1, clip_high=0.3, dual_clip=None, level="sequence", mean="constant", tokens=9, kl_weight=0.2,

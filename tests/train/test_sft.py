@@ -290,6 +290,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path):
         counts = line["targets"], line["tokens"]
         assert counts == (batches[step]["num_targets"], batches[step]["num_tokens"])
         assert line["learning_rate"] == pytest.approx(float(rate(step)))
+    assert sorted(int(state.name) for state in (tmp_path / "whole" / "states").iterdir()) == [4, 6], "the last two"
     # The first step and the last; between them a line comes every ten seconds.
     assert [text.split(",")[0] for text in said] == [
         f"step {line['step']} of 6: loss {line['loss']:.4f}" for line in (whole[0], whole[-1])

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -375,7 +376,7 @@ class Numbered:
         return {"tokens": tiny.tokens(CONFIG, 2, 9, seed=step), "weights": draw.random((2, 8), np.float32)}
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
+def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
     """In the middle of a stage: the weights are those of a run in one go, to the bit."""
     stages = run.Stage("warm-up", 3, 8, 2, False), run.Stage("sparse", 3, 8, 2, True)
     loss, done, looked, step = RowsOfTokens(), [], [], run.train_step
@@ -396,6 +397,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
 
     whole = train("whole")
     assert loss.trained == ["dense", "mask"] and done == [0, 1, 2, 3, 4, 5] and looked == [2, 4, 6]
+    said = [re.sub(r"[\d.]+ steps/s \{.*\}", "N steps/s", line) for line in capsys.readouterr().out.splitlines()]
+    assert said == ["       warm-up      3/3   N steps/s", "        sparse      6/6   N steps/s"]
     done.clear()
     with pytest.raises(KeyboardInterrupt):
         train("parts", stop_before=4)
