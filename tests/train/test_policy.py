@@ -164,6 +164,7 @@ def test_advantages():
         np.testing.assert_allclose(group_advantages(rewards, "dr_grpo")[i], row - mean, atol=1e-6)
         np.testing.assert_allclose(group_advantages(rewards)[i], (row - mean) / (deviation + 1e-6), atol=1e-5)
     assert not group_advantages(rewards)[1].any()
+    assert group_advantages(np.array([[1.0, 0.0]]), "rloo").tolist() == [[1.0, -1.0]]
     # Rewards that hardly differ: what is added to the deviation counts.
     close = 1e-6 * np.array([[1.0, 0.0, 0.0, 1.0]])
     expected = (close - close.mean()) / (close.std(ddof=1) + 1e-6)
