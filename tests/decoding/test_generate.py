@@ -1,6 +1,7 @@
 """Generation through the engine: what it must not depend on, where it stops, and what it refuses."""
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +169,7 @@ def test_nan_logits_are_an_error_and_touch_no_other_row(fake):
 
 
 def test_progress_and_timings(fake):
-    engine = small_engine(fake, prefill_chunk=16)
+    engine, began = small_engine(fake, prefill_chunk=16), perf_counter()
     for prompt in PROMPTS:
         engine.add(prompt, params())
     seen = []
@@ -180,6 +181,7 @@ def test_progress_and_timings(fake):
     assert engine.timings.decoded_tokens == 4 * 11
     assert engine.timings.prefill_tokens_per_second > 0
     assert engine.timings.decode_tokens_per_second > 0
+    assert engine.timings.prefill_seconds + engine.timings.decode_seconds <= perf_counter() - began
 
 
 @pytest.mark.parametrize(
