@@ -26,7 +26,7 @@ OPTIONS = dict(
     rows=Option([8], "Requests of a step, an engine for each number", smoke=[2]),
     steps=Option(16, "Decode steps of a device call", smoke=4),
     calls=Option(6, "Device calls of one measurement", smoke=2),
-    only=Option("", "Text that the names of the wishes have, which leaves the guide out", smoke="recorded"),
+    only=Option("", "Text that the names of the wishes have, which leaves the guide out", smoke="nothing"),
 )
 
 
@@ -70,9 +70,8 @@ def measure(args):
     chosen = {name: params for name, params in asked.items() if args.only in name}
     guided = {} if args.only else {"a guide, one step a call": models.greedy(4 * args.calls)}
     for rows in args.rows:
-        for steps, of_engine, plain in ((args.steps, chosen, asked["nothing"]), (1, guided, *guided.values())):
-            if not of_engine:
-                continue
+        kinds = [(args.steps, chosen, asked["nothing"]), *((1, guided, plain) for plain in guided.values())]
+        for steps, of_engine, plain in kinds:
             sizes = models.engine_sizes(model.config, args.prefix, asked["nothing"].max_new_tokens, 2 * rows)
             engine = Engine(model, **sizes | dict(max_batch=rows, prefill_chunk=2048, steps_per_call=steps))
             models.first_token(engine, models.prompt(model.config, prefix, 0))
