@@ -141,13 +141,15 @@ def said(monkeypatch) -> list[str]:
     return lines
 
 
-def run_until_told(load) -> None:
+def run_until_told(load, clients=()) -> None:
     """Serve until the process is told to end; the workers are none."""
     gateway = Gateway(settings=Settings(), workers=SimpleNamespace(is_up=True))
     gateway.model = Model("m", 100, 50, (1,), can_see=False, block_size=8, defaults={})
 
     async def run():
         await asyncio.wait_for(serve(gateway, Address(port=0), load), 20)
+        for client in clients:
+            client.close()
         await asyncio.sleep(0.1)  # a connection that is left sees that its client is gone
 
     asyncio.run(run())
@@ -164,27 +166,27 @@ def opened(closed: list[str]) -> Opened:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_that_is_told_to_end_drains_and_told_twice_ends_at_once(number, said):
     """Then all that it had opened is closed, in order."""
-    closed, telling = [], []
+    closed, telling, clients = [], [], []
 
     async def tell(gateway):
         while gateway.state != "ready":
             await asyncio.sleep(0.01)
         port = re.fullmatch(r"m3jax\.serve: http://127\.0\.0\.1:(\d+) \(loading\)", said[0])[1]
         assert said[1:] == [f"m3jax.serve: ready: m at http://127.0.0.1:{port}"]
-        with socket.create_connection(("127.0.0.1", int(port))) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-            await asyncio.sleep(0.2)
-            os.kill(os.getpid(), number)
-            await asyncio.sleep(0.3)
-            assert gateway.state == "draining" and not closed
-            os.kill(os.getpid(), number)
+        clients.append(socket.create_connection(("127.0.0.1", int(port))))
+        clients[0].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        await asyncio.sleep(0.2)
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.3)
+        assert gateway.state == "draining" and not closed
+        os.kill(os.getpid(), number)
 
     async def load(gateway):
         assert gateway.state == "loading"
         telling.append(asyncio.create_task(tell(gateway)))
         return opened(closed)
 
-    run_until_told(load)
+    run_until_told(load, clients)
     assert closed == ["pool", "first", "last"]
 
 

@@ -173,7 +173,8 @@ def test_a_stream_has_begun_after_a_second_of_silence(scripted):
     wait_for(lambda: len(worker.requests) == 2)
     early.close()
     wait_for(lambda: len(worker.left) == 1)
-    assert time.monotonic() - began < 1 and late.recv(12) == b"HTTP/1.1 200" and time.monotonic() - began > 0.9
+    assert time.monotonic() - began < 1 and late.recv(12) == b"HTTP/1.1 200"
+    assert 0.9 < time.monotonic() - began < 4
     late.close()
     wait_for(lambda: len(worker.left) == 2 and server.gateway.running == 0)
 

@@ -36,8 +36,6 @@ from m3jax.serve.worker.fields import REFUSED, check_fields
 from m3jax.serve.worker.tokenizer_files import pieces, tokenizer_archive
 from m3jax.version import VERSION
 
-GREEDY = Sampling(temperature=0)
-
 
 @pytest.fixture(scope="module")
 def worker():
