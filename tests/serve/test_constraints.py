@@ -7,7 +7,6 @@ import re
 import jsonschema
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2 as protocol
@@ -16,7 +15,7 @@ from support.schemas import OBJECTS, VALUES, allowed, walk
 from support.workers import answer, answers, generate_request, shared_worker
 
 from m3jax.serve.constraints import Constraints, tool_grammar
-from m3jax.text import Tokenizer, ToolCallParser
+from m3jax.text import ToolCallParser
 
 EOS, NAMESPACE, THINK, END_THINK = (
     1,
@@ -62,16 +61,6 @@ def test_any_forced_call_has_valid_arguments(schema, seed):
     guide = CONSTRAINTS.guide("grammar", grammar, ())
     (call,) = calls_of(tools, walk(guide, EOS, seed, [NAMESPACE, *CLOSING]))
     assert call.name == "f"
-
-
-@pytest.mark.further  # answers that are drawn without a model: above
-@given(VALUES, SEEDS)
-def test_any_answer_of_the_model_under_a_json_schema_is_valid(schema, seed):
-    """Unless it meets its limit of tokens, and is whole in no way."""
-    given = dict(json_schema=json.dumps(schema), temperature=1.0, seed=seed, max_tokens=100)
-    found = answer(shared_worker(), **given)
-    if found.finish_reason != "length":
-        jsonschema.validate(json.loads(text_of(list(found.output_ids)[:-1])), schema)
 
 
 def test_each_kind_of_constraint_is_kept_by_the_model():
@@ -185,25 +174,6 @@ WEATHER = tool(
 )
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_required_calls_any_tools_and_a_name_calls_that_one(seed):
-    tools = [WEATHER, tool("noop")]
-    prefer = [NAMESPACE, *CLOSING]
-    called = [
-        call.name
-        for call in calls_of(
-            tools, walk(CONSTRAINTS.guide("grammar", tool_grammar(tools, "required"), ()), EOS, seed, prefer)
-        )
-    ]
-    assert called and set(called) <= {"get_weather", "noop"}
-    choice = {"type": "function", "function": {"name": "get_weather"}}
-    for grammar in (tool_grammar(tools, choice), tool_grammar(tools, "get_weather")):
-        (call,) = calls_of(tools, walk(CONSTRAINTS.guide("grammar", grammar, ()), EOS, seed, prefer))
-        assert call.name == "get_weather"
-    single = tool_grammar(tools, "required", parallel=False)
-    assert len(calls_of(tools, walk(CONSTRAINTS.guide("grammar", single, ()), EOS, seed, prefer))) == 1
-
-
 def test_the_model_is_forced_to_call():
     properties = {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 14}}
     tools = [tool("get_weather", properties=properties, required=["city", "days"])]
@@ -244,27 +214,6 @@ def test_many_tools_make_a_grammar_that_is_taken():
 def test_what_a_call_cannot_be_forced_to_is_refused(tools, choice, reason):
     with pytest.raises(ValueError, match=re.escape(reason)):
         tool_grammar(tools, choice)
-
-
-def nested(depth):
-    schema = {"type": "integer"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}}
-    return schema
-
-
-@pytest.mark.parametrize(
-    ("schema", "reason"),
-    [
-        (nested(70), "deeper"),
-        ({"allOf": [{"anyOf": [{"title": str(i)} for i in range(20)]} for _ in range(9)]}, "alternatives"),
-        ({"$ref": "#/properties/a"}, "deeper"),
-        ({"$ref": "#/other"}, "leads to no schema"),
-    ],
-)
-def test_schemas_without_end_are_refused(schema, reason):
-    with pytest.raises(ValueError, match=reason):
-        tool_grammar([tool(properties={"a": schema})], "f")
 
 
 def test_parts_of_allof_are_one_schema():
@@ -397,13 +346,3 @@ def test_a_tokenizer_is_read_once_for_many_threads():
         return await asyncio.gather(*(asyncio.to_thread(constraints.prepare) for _ in range(4)))
 
     assert len({id(found) for found in asyncio.run(run())}) == 1
-
-
-def test_the_bytes_of_a_vocabulary_are_its_texts():
-    written, special = TOKENIZER.vocabulary_bytes(2060)  # a model may have more ids than its tokenizer
-    ids = TOKENIZER.encode("naïve 😀 text]~b]")
-    assert b"".join(written[token] for token in ids).decode() == text_of(ids)
-    assert special == {0, EOS, TURN, *range(181, 185), *range(2048, 2060)}
-    pieces = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
-    with pytest.raises(ValueError, match="need ByteLevel"):
-        Tokenizer(pieces).vocabulary_bytes(1)

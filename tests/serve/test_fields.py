@@ -270,17 +270,6 @@ def test_room_for_an_answer():
         limit_tokens(asked(min_tokens=61), MODEL, 40, None, "prompt")
 
 
-def test_prompts_that_are_token_ids():
-    ids = lambda value: tokens_of(None, value, "prompt", VOCAB, CONTEXT)
-    assert ids([0, VOCAB - 1]) == [[0, VOCAB - 1]] and ids([[1], [2, 3]]) == [[1], [2, 3]]
-    for value, reason in (
-        ([VOCAB], "integers from 0 to 49"), ([-1], "integers from 0 to 49"), ([[1], [True]], "integers from 0"),
-        ([], "and not empty"), ([[]], "at least one"), (5, "must be a text"), ([1.0], "integers from 0|must be"),
-    ):  # fmt: skip
-        with pytest.raises(ApiError, match=reason):
-            ids(value)
-
-
 def constrained(**values) -> pb.SamplingParams:
     params = pb.SamplingParams()
     set_constraints(Fields(values, CONSTRAINT_FIELDS), params)
@@ -384,7 +373,8 @@ def test_the_ranges_of_whole_numbers():
 INSIDE = {
     "prompt": (
         lambda fields: tokens_of(TOKENIZER, fields["prompt"], "prompt", 50, 100),
-        ["a", [0], [49], [[49], "a"], ["a", "b"]], ["", [], [50], [-1], [[]], ["a", ""], [[1], [50]], [["a"]], [True]],
+        ["a", [0], [49], [[49], "a"], ["a", "b"]], ["", [], [50], [-1], [[]], ["a", ""], [[1], [50]], [["a"]], [True],
+         5],
     ),
     "tokens": (
         lambda fields: tokens_of(TOKENIZER, [fields["tokens"]], "tokens", 50, 100), [[0, 49]], [[50], [-1], ["a"]],

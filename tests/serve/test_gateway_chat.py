@@ -215,13 +215,6 @@ def test_parser_gives_back_what_it_held(scripted):
     assert cut.finish_reason == "length" and NS not in (cut.message.content or "")
 
 
-def test_entities_are_not_decoded(scripted):
-    server, worker = scripted
-    says(worker, CALL.replace("Paris", "A &amp; B <b>"))
-    call = ask(server, tools=TOOLS).choices[0].message.tool_calls[0]
-    assert json.loads(call.function.arguments)["city"].startswith("A &amp; B <b>")
-
-
 def test_logprobs(scripted):
     """There is one entry a token, in a stream as in the whole, and alternatives as many as were asked for."""
     server, worker = scripted
@@ -241,19 +234,9 @@ def test_logprobs(scripted):
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"temperature": 5}, "temperature"),
-        ({"temperature": True}, "temperature"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"top_p": 0}, "top_p"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"n": 0}, "n"),
-        ({"stop": [""]}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"seed": -1}, "seed"),
         ({"seed": 666}, None),  # the worker's own refusal
-        ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages"),
         ({"messages": [{"role": "user", "content": " "}]}, "messages"),
         ({"messages": [*HI, {"role": "assistant", "content": "Hello"}]}, "messages"),
@@ -265,14 +248,12 @@ def test_logprobs(scripted):
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "tools": TOOLS, "tool_choice": "required"}, "response_format"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"store": True}, "store"),
-        ({"extra_body": {"temprature": 1}}, "temprature"),
         ({"extra_body": {"chat_template_kwargs": {"thinking_mode": "no"}}}, "chat_template_kwargs"),
         ({"reasoning_effort": "none", "extra_body": {"thinking": {"type": "enabled"}}}, "reasoning_effort"),
     ],
 )
 def test_bad_fields(scripted, fields, field):
-    """A wrong value is 400 with the field's name, whether or not the answer would have been a stream."""
+    """What no table of fields can say is 400 with the field's name too, as a stream or not."""
     server, _ = scripted
     for stream in (False, True) if "stream_options" not in fields else (False,):
         with pytest.raises(clients.openai.BadRequestError) as raised:

@@ -133,55 +133,11 @@ def test_completions_of_every_kind_whole_and_streamed(is_late):
                 assert joined == listed, case
 
 
-def test_several_prompts(scripted):
-    """Prompts may be texts or ids; completion i n + j is the j-th of prompt i, whole and as a stream."""
-    server, worker = scripted
-    worker.script = lambda request, index: f"{len(request.tokenized.input_ids)}, {index}."
-    prompts = ["one", "one two three four five", [5, 6, 7]]
-    answer = server.openai.completions.create(model=NAME, prompt=prompts[:2], n=2, max_tokens=50)
-    counts = [len(TOKENIZER.encode(prompt)) for prompt in prompts[:2]]
-    expected = [f"{count}, {index}." for count in counts for index in range(2)]
-    assert [choice.text for choice in answer.choices] == expected
-    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert answer.usage.prompt_tokens == sum(counts)
-    chunks = list(server.openai.completions.create(model=NAME, prompt=prompts[:2], n=2, max_tokens=50, stream=True))
-    streamed = [
-        "".join(choice.text for chunk in chunks for choice in chunk.choices if choice.index == index)
-        for index in range(4)
-    ]
-    assert streamed == expected
-    assert server.openai.completions.create(model=NAME, prompt=[prompts[2]]).choices[0].text == "3, 0."
-
-
-def test_echo_and_logprobs(scripted):
-    server, worker = scripted
-    worker.script = lambda request, index: "Fine €."
-    answer = server.openai.completions.create(model=NAME, prompt="Well, ", echo=True, logprobs=2)
-    assert answer.choices[0].text == "Well, Fine €."
-    listed = answer.choices[0].logprobs
-    assert [len(each) for each in (listed.token_logprobs, listed.top_logprobs)] == [len(listed.tokens)] * 2
-    chunks = list(server.openai.completions.create(model=NAME, prompt="Well, ", logprobs=2, stream=True))
-    tokens = [token for chunk in chunks for choice in chunk.choices for token in choice.logprobs.tokens]
-    assert tokens == listed.tokens
-    pieces = server.openai.completions.create(model=NAME, prompt="a", logprobs=1).choices[0].logprobs
-    for offset, token in zip(pieces.text_offset, pieces.tokens, strict=True):
-        if not token.startswith("bytes:") and token != "[e~[":
-            assert "Fine €."[offset:].startswith(token)
-    only = server.openai.completions.create(model=NAME, prompt="Well, ", echo=True, max_tokens=0)
-    assert only.choices[0].text == "Well, " and only.usage.completion_tokens == 0
-
-
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": [[1, 2], [4096]]}, "prompt"),
-        ({"prompt": [1, True]}, "prompt"),
         ({"prompt": "a" * 70_000}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"best_of": 4, "n": 3}, "best_of"),

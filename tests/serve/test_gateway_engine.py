@@ -3,10 +3,8 @@
 import asyncio
 import base64
 import json
-import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from importlib.resources import files
 
 import numpy as np
@@ -76,35 +74,6 @@ def test_picture(engine_server):
         messages=[{"role": "user", "content": [{"type": "image", "source": block}, messages[0]["content"][1]]}],
     )  # fmt: skip
     assert message.content[-1].text == expected.content
-
-
-@pytest.mark.further  # of a worker: test_worker.py; its count: test_gateway_chat.py
-def test_second_time_is_cached(engine_server):
-    server, _ = engine_server
-    messages = [{"role": "user", "content": "Which block is it that a token reads? " * 4}]
-    first, second = ask(server, messages=messages), ask(server, messages=messages)
-    assert second.usage.prompt_tokens_details.cached_tokens > 0
-    assert second.choices[0].message.content == first.choices[0].message.content
-
-
-@pytest.mark.further  # by SMG: test_smg.py; by a worker: test_constraints.py
-def test_forced_call(engine_server):
-    """The embedded model, which never calls a tool by itself, calls the one that is named, by its schema."""
-    server, _ = engine_server
-    schema = {
-        "type": "object",
-        "properties": {"shade": {"enum": ["dark", "light"]}, "count": {"type": "integer"}},
-        "required": ["shade", "count"],
-        "additionalProperties": False,
-    }
-    tools = [{"type": "function", "function": {"name": "paint", "parameters": schema}}]
-    named = {"type": "function", "function": {"name": "paint"}}
-    choice = ask(server, tools=tools, tool_choice=named, max_tokens=200).choices[0]
-    arguments = json.loads(choice.message.tool_calls[0].function.arguments)
-    assert choice.finish_reason == "stop" and arguments["shade"] in ("dark", "light")
-    assert isinstance(arguments["count"], int)
-    required = ask(server, tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=200)
-    assert required.choices[0].finish_reason == "tool_calls"
 
 
 def test_json_schema(engine_server):
@@ -191,47 +160,6 @@ def test_client_that_leaves_frees_its_pages(engine_server):
     wait_for(lambda: not on_engine(worker, lambda: worker.engine.busy))
     on_engine(worker, worker.engine.check)
     assert on_engine(worker, lambda: worker.engine.pages["used"]) == 0 and server.gateway.running == 0
-
-
-@pytest.mark.further  # of a worker: test_worker.py
-def test_many_at_once(engine_server):
-    """Answers of streams that run side by side are those that each has alone, and no page is lost."""
-    server, worker = engine_server
-    questions = [[{"role": "user", "content": f"What is {number}?"}] for number in range(4)]
-    alone = [ask(server, messages=each).choices[0].message.content for each in questions]
-    found: dict[int, str] = {}
-
-    def stream(number: int) -> None:
-        chunks = ask(server, messages=questions[number], stream=True)
-        found[number] = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-
-    threads = [threading.Thread(target=partial(stream, number)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[number] for number in range(4)] == alone
-    on_engine(worker, worker.engine.check)
-
-
-@pytest.mark.further  # what a record becomes: test_errors.py; a record: tests/decoding/test_records.py
-def test_blocks(engine_server):
-    """Each new token comes with the blocks that it read: those that the layers of the model selected."""
-    server, worker = engine_server
-    body = {"model": "tiny", "messages": HI, "temperature": 0, "max_tokens": 8, "return_blocks": True}
-    choice = json.loads(server.ask("/v1/chat/completions", body)[2])["choices"][0]
-    blocks, config = choice["blocks"], worker.engine.config
-    assert blocks["block_size"] == config.index_block_size
-    said = "".join(token["text"] for token in blocks["tokens"])
-    assert said == f"</mm:think>{choice['message']['content']}[e~["
-    prompt = json.loads(server.ask("/tokenize", {"messages": HI})[2])["count"]
-    for number, token in enumerate(blocks["tokens"]):
-        own = (prompt + number - 1) // blocks["block_size"]  # of the position whose logits drew the token
-        read = dict(token["blocks"])
-        assert read[own] == blocks["choices"] and max(read) == own  # its own block is always among them
-        assert sum(read.values()) == blocks["choices"] * min(own + 1, config.index_topk_blocks)
-    streamed = server.events("/v1/chat/completions", {**body, "stream": True})
-    assert streamed[-2]["choices"][0]["blocks"] == blocks
 
 
 def test_metrics(engine_server):

@@ -2,11 +2,7 @@
 
 import asyncio
 import base64
-import http.server
 import json
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +13,6 @@ from support.media import clip, image_file, picture, video_file
 from support.serving import NAME, ScriptedWorker, clients, running
 
 from m3jax.media import PlaceholderIds, process_image, process_video
-from m3jax.serve.gateway import sources as sources_module
 from m3jax.serve.gateway.sources import Sources, is_public
 
 IDS = PlaceholderIds.of_tokenizer(TOKENIZER)
@@ -116,93 +111,8 @@ def test_public_addresses(address, is_good):
     assert is_public(address) == is_good
 
 
-class Site(http.server.BaseHTTPRequestHandler):
-    """A picture, redirects to itself, elsewhere and without an end, a body that is too long, and one that is slow."""
-
-    def do_GET(self):
-        moved = {"/moved": "/a.png", "/away": "http://other.example/a.png", "/loop": "/loop"}.get(self.path)
-        body = b"0" * 4000 if self.path == "/large" else PNG
-        self.send_response(302 if moved else 404 if self.path == "/none" else 200)
-        if moved:
-            self.send_header("Location", moved)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.path == "/slow":  # a byte at a time, none of which takes long
-            for byte in body[:30]:
-                self.wfile.write(bytes([byte]))
-                time.sleep(0.03)
-            return
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[int]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server.server_address[1]
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
 def read(sources: Sources, address: str) -> bytes:
     return asyncio.run(sources.read("image", address))
-
-
-def test_fetching(site, monkeypatch):
-    """From an allowed host; not from a private address, not across hosts, not without an end, not too much."""
-    sources = Sources(frozenset({"localhost"}), (), lambda address: True)
-    here = f"http://localhost:{site}"
-    assert read(sources, f"{here}/a.png") == read(sources, f"{here}/moved") == PNG
-    with pytest.raises(ValueError, match="not one of the Internet"):
-        read(Sources.of(["localhost"]), f"{here}/a.png")
-    for path, says in (("/away", "does not fetch"), ("/loop", "redirects"), ("/none", "404")):
-        with pytest.raises(ValueError, match=says):
-            read(sources, here + path)
-    with monkeypatch.context() as patched:  # one that takes too long is given up, however it trickles
-        patched.setattr(sources_module, "_SECONDS", 0.2)
-        with pytest.raises(ValueError, match=r"more than 0\.2 seconds|timed out"):
-            read(sources, f"{here}/slow")
-    both = Sources(frozenset({"localhost", "other.example"}), (), lambda address: True)
-    with pytest.raises(ValueError, match="another host"):
-        read(both, f"{here}/away")
-    monkeypatch.setattr(sources_module, "_MOST_URL_BYTES", {"image": 3000})
-    with pytest.raises(ValueError, match="larger than 3000"):
-        read(sources, f"{here}/large")
-
-
-def test_a_name_is_resolved_once(site, monkeypatch):
-    """The connection goes to the address that was checked, whatever the name resolves to a moment later."""
-    import socket
-
-    answers = [[(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", site))]]
-    connected = []
-    create = socket.create_connection
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: answers.pop())  # a second question would fail
-    monkeypatch.setattr(socket, "create_connection", lambda address, **k: connected.append(address) or _raw(address))
-
-    def _raw(address):
-        found = socket.socket()
-        found.settimeout(10)
-        found.connect(address)
-        return found
-
-    sources = Sources(frozenset({"rebind.example"}), (), lambda address: True)
-    assert read(sources, f"http://rebind.example:{site}/a.png") == PNG
-    assert connected == [("127.0.0.1", site)] and create is not socket.create_connection
-
-
-def test_a_name_with_one_private_address_is_refused(monkeypatch):
-    """Whichever of several addresses would be connected to: one that is private is enough."""
-    found = [(2, 1, 6, "", (address, 80)) for address in ("93.184.216.34", "10.0.0.1")]
-    monkeypatch.setattr("socket.getaddrinfo", lambda *a, **k: found)
-    monkeypatch.setattr("socket.create_connection", lambda *a, **k: pytest.fail("it was connected to"))
-    with pytest.raises(ValueError, match="not one of the Internet"):
-        read(Sources.of(["two.example"]), "http://two.example/a.png")
 
 
 def test_files(tmp_path: Path):

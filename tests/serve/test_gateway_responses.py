@@ -99,9 +99,6 @@ def test_cut(scripted):
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"store": True}, "store"),
-        ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"input": []}, "input"),
         ({"input": [{"type": "computer_call"}]}, "input"),
         ({"input": [{"role": "user", "content": 5}]}, "input"),

@@ -13,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.embedded import TOKENIZER
 
-from m3jax.decoding import loop as loop_module
 from m3jax.serve.gateway.http import OPENAI, EventStream, Pace
 from m3jax.text import Tokenizer
 
@@ -133,19 +132,3 @@ def test_a_slow_client_holds_up_what_it_does_not_read():
 
     asyncio.run(run())
     assert written == [*(f"{number}\n" for number in range(20)), "200"] and not any(ahead)
-
-
-def test_readers_of_one_loop_are_woken_by_one_call():
-    """32 streams that have news after one step cost the engine's thread one system call, not 32."""
-
-    async def run() -> list[int]:
-        running, calls = asyncio.get_running_loop(), []
-        readers = [running.create_future() for _ in range(32)]
-        readers[5].cancel()  # a client that has gone
-        wake, running.call_soon_threadsafe = running.call_soon_threadsafe, lambda *call: calls.append(wake(*call))
-        loop_module._wake([*readers, None])
-        running.call_soon_threadsafe = wake
-        await asyncio.wait_for(asyncio.gather(*(reader for reader in readers if not reader.cancelled())), 5)
-        return calls
-
-    assert len(asyncio.run(run())) == 1

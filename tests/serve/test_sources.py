@@ -1,9 +1,11 @@
 """What is fetched for a request, step by step and without a network: redirects, statuses, ports and what is asked."""
 
 import asyncio
+import itertools
 import socket
 import ssl
 import time
+from types import SimpleNamespace
 from urllib.parse import SplitResult
 
 import pytest
@@ -161,6 +163,19 @@ def test_a_fetch_has_20_seconds(monkeypatch):
     monkeypatch.setattr(Sources, "_get", get)
     asyncio.run(Sources.of(["a.example"]).read("image", HERE))
     assert len(deadlines) == 3 and 19 < deadlines[2] < deadlines[0] <= 20  # of all redirects together
+
+
+def test_a_fetch_that_trickles_is_given_up(monkeypatch):
+    """Every piece is waited for in what is left of the 20 seconds, though none takes long."""
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nfound"
+    for seconds, is_found in ((4, True), (6, False)):  # from one look at the clock to the next
+        clock = itertools.count(0, seconds)
+        monkeypatch.setattr(sources_module, "time", SimpleNamespace(monotonic=lambda clock=clock: next(clock)))
+        if is_found:
+            assert connected(monkeypatch, HERE, answer)[0] == b"found"
+        else:
+            with pytest.raises(ValueError, match="it takes more than 20 seconds"):
+                connected(monkeypatch, HERE, answer)
 
 
 def test_every_address_of_a_host_is_looked_at(monkeypatch):

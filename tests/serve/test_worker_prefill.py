@@ -60,23 +60,6 @@ def test_answers_are_those_of_one_worker(pair, capsys):
     asyncio.run(settled(worker))
 
 
-@pytest.mark.further  # in one process: tests/transfer/test_transfer.py
-def test_pages_that_are_known_here_do_not_travel(pair, capsys):
-    """Those of the prompt's beginning and, in a second turn, of the answer; cached is what either engine knew."""
-    worker, prefiller, _ = pair
-    prompt = (99, *LONG)
-    assert answer(worker, prompt=prompt).cached_tokens == 0
-    longer = (*prompt[:33], *reversed(LONG))
-    found, expected = answer(worker, prompt=longer), answer(shared_worker(), prompt=longer)
-    assert found.output_ids == expected.output_ids
-    assert found.cached_tokens == 32
-    assert "48 tokens of a prompt (32 more were known here)" in capsys.readouterr().err
-    # What is unknown is less than a page: it is read here.
-    before = prefiller.engine.timings.prompt_tokens
-    assert answer(worker, prompt=longer).cached_tokens == 80
-    assert prefiller.engine.timings.prompt_tokens == before
-
-
 def test_pages_that_are_gone_when_the_others_come_are_sent_after_all(pair, capsys, monkeypatch):
     """T50: the two engines disagree on what is known; the request is right all the same."""
     worker, _, _ = pair
