@@ -276,6 +276,8 @@ def test_a_template_that_is_not_there(tmp_path: Path):
     (tmp_path / "bytes").write_bytes(b"ab\xff")
     with pytest.raises(ValueError, match="bytes: byte 2 is not UTF-8"):
         ChatTemplate.from_file(tmp_path / "bytes")
+    (tmp_path / "weights").write_bytes(b"a" * (1 << 20))
+    ChatTemplate.from_file(tmp_path / "weights")
     (tmp_path / "weights").write_bytes(b"a" * ((1 << 20) + 1))
     with pytest.raises(ValueError, match=r"weights: larger than 1,048,576 bytes"):
         ChatTemplate.from_file(str(tmp_path / "weights"))

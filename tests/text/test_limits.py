@@ -5,7 +5,7 @@ from support.chat_messages import assistant, call, result, user
 
 from m3jax.text.chat import fields
 from m3jax.text.chat.request import ordered_messages
-from m3jax.text.output import element, machine, shapes
+from m3jax.text.output import shapes
 
 
 def test_ids_of_calls_are_told_in_200_characters():
@@ -43,17 +43,3 @@ def test_what_nests_64_deep_is_taken_and_nothing_deeper():
         assert shapes.kinds_of(shapes.shapes_of(schema, "here")) == {"integer"}
         with pytest.raises(ValueError, match="here: alternatives nest deeper than 64"):
             shapes.shapes_of({keyword: [schema]}, "here")
-
-
-def test_a_text_of_five_characters_is_read_and_a_word_of_65_is_a_string():
-    reader = machine.Machine({}, False, True, True, lambda: "x")
-    for text, waiting in (("aaaa", "aaaa"), ("b", ""), ("ccccc", "")):
-        reader.feed(text)
-        assert reader.fresh == waiting
-    number_or_text = element.Element("p", (shapes.Shape(kinds=frozenset({"string", "integer"})),))
-    number_or_text.add("5" * 60)
-    number_or_text.forget_text()
-    for text, is_text in (("5" * 64, False), ("5", True)):
-        number_or_text.add(text)
-        assert number_or_text.is_text == is_text
-    assert number_or_text.text() == "5" * 65

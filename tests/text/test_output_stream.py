@@ -187,18 +187,6 @@ def test_marks_may_be_special_tokens_or_not(kind):
     assert parser(TOOLS).parse(output).tool_calls[0].arguments == {"s": "größe 🦜 <b>"}
 
 
-def test_bytes_that_are_no_text_stay_where_they_are():
-    """A token with half a character, and another after it: U+FFFD in the argument, and the call goes on."""
-    special = tokenizer("special")
-    half = special.encode("ü")[:1]
-    if special.decode(half) != "\N{REPLACEMENT CHARACTER}":
-        half = [next(i for i in range(special.vocab_size) if special.decode([i]) == "\N{REPLACEMENT CHARACTER}")]
-    ids = [*special.encode(wire(HEAD + "@<s>a")), *half, *special.encode(wire("b@</s>" + TAIL))]
-    stream = special.stream(skip_special_tokens=False)
-    events = fed(parser(TOOLS), [*(stream.push(token) for token in ids), stream.flush()])
-    assert [text for kind, *_, text in joined(events) if kind == "arguments"] == ['{"s":"a\N{REPLACEMENT CHARACTER}b"}']
-
-
 MEASURE = r"""
 import sys, time, tracemalloc
 from m3jax.text import OutputParser

@@ -77,14 +77,3 @@ def test_values_and_texts_up_to_the_limit_and_beyond(monkeypatch):
     assert entries.render(HI, value=[1] * 10) == ""
     with pytest.raises(ValueError, match="a value longer than 10 characters or entries"):
         entries.render(HI, value=[1] * 11)
-
-
-def test_a_file_of_a_mebibyte_is_read(tmp_path):
-    for extra in (0, 1):
-        path = tmp_path / "chat_template.jinja"
-        path.write_text("{# " + "x" * ((1 << 20) - 6 + extra) + " #}")
-        if not extra:
-            assert ChatTemplate.from_file(path).render([{"role": "user", "content": "a"}]) == ""
-        else:
-            with pytest.raises(ValueError, match="bytes"):
-                ChatTemplate.from_file(path)

@@ -228,6 +228,8 @@ def test_what_each_id_writes_and_which_are_no_text():
     ids = byte_ids("ByteLevel", "é🦜".encode())
     assert b"".join(written[token] for token in ids) == "é🦜".encode() and not special & set(ids)
     assert len(written) == size + 2 and special >= {size, size + 1} and len(special) < size
+    with pytest.raises(ValueError, match="need ByteLevel"):
+        tokenizer("no decoder").vocabulary_bytes(1)
 
 
 def test_each_byte_has_the_character_that_the_library_writes_for_it():
