@@ -14,11 +14,9 @@ import pytest
 from support import tiny
 from support.dumps import TINY, VECTORS, golden, written
 
-from m3jax.compare import __main__ as entry
 from m3jax.compare import running
 from m3jax.compare.__main__ import main
 from m3jax.compare.sides import Source
-from m3jax.progress import Activity
 
 CONFIG = tiny.config("dMM", hidden_size=12, dense_intermediate_size=24)
 
@@ -80,20 +78,6 @@ def test_what_a_live_model_compiles_is_kept_for_the_next_run(monkeypatch, capsys
         jax.config.update("jax_compilation_cache_dir", own)
     assert seen == [True, False, False]
     assert "m3jax.compare: note: compiled programs are not kept" in capsys.readouterr().err
-
-
-def test_what_is_waited_for_is_said(monkeypatch):
-    """A model's compilation and run, and the comparison, each with what it took last time."""
-    timed = []
-    monkeypatch.setattr(Activity, "timed", lambda _self, text: (timed.append(text), nullcontext())[1])
-    monkeypatch.setattr(running, "run_m3jax", lambda label, _folder, prompts, *_: arrays_of(label, prompts))
-    running.compare_sides("m3jax:x", "m3jax:y", [[1, 2]])
-    assert timed == ["compiling and running m3jax:x", "compiling and running m3jax:y", "comparing m3jax:x with m3jax:y"]
-
-
-def arrays_of(label: str, prompts: list[list[int]]) -> Source:
-    """A source with the embedding of some prompts alone."""
-    return Source(label, {"tokens": [np.array(prompts)], "embedding": [np.ones((1, len(prompts[0]), 4))]})
 
 
 def spoiled(kind: str, folder: Path) -> tuple[list, str]:
@@ -242,34 +226,3 @@ def test_what_a_comparison_reads_and_runs(monkeypatch, unchecked):
     with pytest.raises(ValueError, match=r"transformers:other: which prompts\? give --prompt-tokens"):
         compare_sides("none", "transformers:other")
     assert compare_sides("none", "with:out")[:2] == (("none", None, [3]), ("with:out", None, [3]))
-
-
-def test_a_command_compares_what_it_was_asked_for(monkeypatch, unchecked):
-    """What a page needs is checked first; the exit status says whether something is beyond what was allowed."""
-    done = []
-    note = lambda name, result=None: lambda *given, **named: done.append((name, given, named)) or result
-    report = SimpleNamespace(beyond=[])
-    monkeypatch.setattr(entry, "check_plots", note("plots"))
-    monkeypatch.setattr(entry, "raise_interrupts", note("interrupts"))
-    monkeypatch.setattr(entry, "write", note("write"))
-    monkeypatch.setattr("m3jax.cli.settings.settings", lambda *given: nullcontext(note("settings")(*given)))
-    monkeypatch.setattr("m3jax.compare.running.compare_sides", note("compare", report))
-    monkeypatch.setattr("m3jax.compare.text.lines_of", lambda found: ["one", "two"] if found is report else [])
-    monkeypatch.setattr("m3jax.compare.page.write_html", note("html"))
-    words = ["A", "B", "--prompt-tokens", "1,2", "--prompt-tokens", "3", "--rtol", "0.5", "--atol", "0.25", "--dtype",
-             "bfloat16", "--mesh", "data=2", "--map", "names.json", "--config", "folder"]  # fmt: skip
-    for more, beyond in (([], []), (["--html", "page.html"], ["something"])):
-        done.clear()
-        report.beyond[:] = beyond
-        args = entry.parser().parse_args([*words, *more])
-        assert entry.run(args) == len(beyond)
-        compared = ("A", "B", [[1, 2], [3]]), dict(
-            rtol=0.5, atol=0.25, names=args.map, config=args.config, dtype="bfloat16", mesh="data=2"
-        )  # fmt: skip
-        expected = [
-            ("interrupts", (), {}), ("settings", (args, "m3jax.compare"), {}), ("compare", *compared),
-            ("write", ("one\ntwo\n",), {}),
-        ]  # fmt: skip
-        if more:
-            expected = [("plots", ("--html",), {}), *expected, ("html", (args.html, report), {})]
-        assert done == expected

@@ -159,11 +159,6 @@ def test_no_tolerance_excuses_another_kind_of_set(found, why):
     assert flips.is_other[0] and not flips.is_inside[0], f"inside the margin although {why}"
 
 
-def test_unknown_scores_excuse_nothing():
-    flips = find_flips(np.array([[0, 2]]), np.array([[1, 2]]), None, 1.0, 10.0)
-    assert flips.is_other[0] and not flips.is_inside[0] and np.isinf(flips.gap[0])
-
-
 def near_tie() -> tuple[dict, dict]:
     """Golden values, and those of an engine that chose the other of two blocks whose scores nearly tie."""
     right = golden(only=r"layers\.1\.(block_scores|blocks|attention|output)$|logits")
@@ -440,16 +435,6 @@ def test_some_tokens_alone_are_compared_with_theirs(tmp_path):
     last["logits"] = last["logits"][::-1]
     report = compare_sides(str(VECTORS), written(tmp_path / "last.safetensors", last))
     assert report.first.name == "logits" and "prompt 1, position 43" in report.first.what[0]
-
-
-def test_order_of_experts_does_not_matter(tmp_path):
-    """Engines list a token's experts in any order, and its weights in the same one."""
-    right = golden(only="expert_")
-    turned = {name: x[..., ::-1] if "expert_" in name else x for name, x in right.items()}
-    assert compare_sides(str(VECTORS), written(tmp_path / "b.safetensors", turned)).beyond == []
-    turned["layers.1.expert_weights"] = right["layers.1.expert_weights"]
-    report = compare_sides(str(VECTORS), written(tmp_path / "b.safetensors", turned))
-    assert report.first.name == "layers.1.expert_weights"
 
 
 def test_a_tie_of_axes_is_told(tmp_path):

@@ -74,15 +74,6 @@ def test_the_pages_hooks_dump_what_the_tool_reads(folder, tmp_path, monkeypatch,
     assert "first beyond its tolerance: layers.1.blocks" in out and "prompt 1, position 100, KV head 2" in out
 
 
-@pytest.mark.further  # what a mesh computes: tests/model
-def test_a_model_on_a_mesh_gives_the_same_values():
-    """Two KV heads on two devices."""
-    folder, prompt = str(ROOT / "vectors" / "model" / "tiny"), [[*range(16)]]
-    one, other = (run_m3jax("x", folder, prompt, "float32", mesh) for mesh in (None, "tensor=2"))
-    for name, (array,) in one.arrays.items():
-        np.testing.assert_allclose(other.arrays[name][0], array, rtol=2e-5, atol=5e-5, err_msg=name)
-
-
 def test_transformers_missing_is_one_line(folder, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     assert main([f"transformers:{folder}", f"m3jax:{folder}", "--prompt-tokens", "1,2,3"]) == 2

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -128,24 +127,6 @@ def test_an_answer_that_is_cut_says_so(say):
     status, out, err = say(["--max-new-tokens", "7"], QUESTION)
     assert (status, out) == (0, "\n")  # all of it was reasoning
     assert err == "m3jax.chat: note: cut after 7 tokens; --max-new-tokens allows more\n"
-
-
-@pytest.mark.further  # in this process: the tests above; as a process: those on a terminal
-def test_a_pipe_of_two_processes(tmp_path):
-    """Answers come while the input stays open, and the process ends with it."""
-    (tmp_path / "script.json").write_text(json.dumps(ANSWERS[1:]), encoding="utf-8")
-    # Another test may be writing an entry of jax's compilation cache, of which the process would warn.
-    variables = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONWARNINGS": "ignore"}
-    process = subprocess.Popen(
-        [sys.executable, PROGRAM, tmp_path / "script.json", "--context", "1024"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables, encoding="utf-8",
-    )  # fmt: skip
-    process.stdin.write("Hello.\n")
-    process.stdin.flush()
-    # All of the first answer is read here: `communicate` does not look into the buffer that `readline` fills.
-    assert [process.stdout.readline() for _ in range(2)] == ["harbor is lantern,\n", "and 3.\n"]
-    out, err = process.communicate("Thanks.\n")
-    assert (process.returncode, out, err) == (0, "Bye \x1b[31mred\x07.\n", "")
 
 
 # On a terminal

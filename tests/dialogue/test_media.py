@@ -75,70 +75,7 @@ def test_a_file_is_read_once_until_it_changes(monkeypatch, tmp_path):
         read_part(part, known, can_see=False)
 
 
-def test_a_dialogues_media_keep_their_order(monkeypatch):
-    """Images and videos each in theirs; a fault says where it stands."""
-
-    def read(part, known, can_see, progress):
-        if part.get("image") == "wrong":
-            raise ValueError("no image")
-        known[part[part["type"]]] = (can_see, progress)
-        return part[part["type"]]
-
-    monkeypatch.setattr(media, "read_part", read)
-    monkeypatch.setattr(media, "activity", lambda progress: contextlib.nullcontext())
-    monkeypatch.setattr(media, "Media", lambda images=(), videos=(): (images, videos))
-    monkeypatch.setattr(media, "with_placeholders", lambda prompt, shown, tokenizer: [*prompt, tokenizer])
-    template = SimpleNamespace(encode=lambda tokenizer, messages, tools, thinking_mode: [1, tools, thinking_mode])
-    part = lambda kind, name: {"type": kind, kind: name}
-    messages = [{"role": "user", "content": [part("image", "a"), part("video", "b"), part("image", "c")]}]
-    known = {}
-    found = media.dialogue_tokens(template, 9, messages, "tools", "mode", True, known, False)
-    assert found == ([1, "tools", "mode", 9], (["a", "c"], ["b"])) and known == dict.fromkeys("abc", (True, False))
-    text = [{"role": "user", "content": "x"}]
-    assert media.dialogue_tokens(template, 9, text, None, None, False) == ([1, None, None], ((), ()))
-    messages[0]["content"].insert(1, part("image", "wrong"))
-    with pytest.raises(ValueError, match=r"message 1 \(user\), part 2: no image"):
-        media.dialogue_tokens(template, 9, messages, None, None, True)
-
-
-def test_what_is_read_is_named_while_it_is_waited_for_and_in_errors(monkeypatch):
-    """By its number and its path; of a video each share of the frames; a fault that names the file does so once."""
-    said, asked = [], []
-    line = SimpleNamespace(say=said.append)
-    monkeypatch.setattr(reading, "activity", lambda progress: asked.append(progress) or contextlib.nullcontext(line))
-    monkeypatch.setattr(reading, "media_source", lambda source, *most: (source, *most))
-    monkeypatch.setattr(reading, "process_image", lambda source, **options: ("image", source, options))
-
-    def process_video(source, watch, **options):
-        watch(50, 2000)
-        return "video", source, options
-
-    monkeypatch.setattr(reading, "process_video", process_video)
-    found = reading.read_medium("image", "a.png", called="image 1 of 2", progress=False, max_long_side=9)
-    assert found == ("image", ("a.png", reading.LIMITS.image_bytes), dict(max_long_side=9)) and asked == [False]
-    assert reading.read_medium("video", b"data") == ("video", (b"data",), {}) and asked == [False, True]
-    assert said == ["reading image 1 of 2, a.png", "reading video", "reading video: 2% of 2,000 frames"]
-    read = lambda kind, item, called, progress: (kind, item, called, progress)
-    for error, source, called, message in (
-        ("it is broken", "a.png", "image 1 of 2", "image 1 of 2, a.png: it is broken"),
-        ("a.png: no image", "a.png", "image 1 of 2", "image 1 of 2: a.png: no image"),
-        ("it is broken", b"data", "", "it is broken"), ("a.png: no image", "a.png", "", "a.png: no image"),
-    ):  # fmt: skip
-
-        def fail(source, error=error, **_):
-            raise ValueError(error)
-
-        monkeypatch.setattr(reading, "process_image", fail)
-        with pytest.raises(ValueError) as refused:
-            reading.read_medium("image", source, called=called)
-        assert str(refused.value) == message
-    monkeypatch.setattr(reading, "read_medium", read)
-    monkeypatch.setattr(reading, "Media", lambda images, videos: (images, videos))
-    assert reading.read_media(["a", "b"], ["c"], progress=False) == (
-        [("image", "a", "image 1 of 2", False), ("image", "b", "image 2 of 2", False)],
-        [("video", "c", "video 1 of 1", False)],
-    )
-    assert reading.read_media(["a"])[0][0][-1] is True and reading.read_media() == ([], [])
+def test_media_of_a_prompt_are_lists():
     for wrong in ("a", b"a", Path("a"), 3):
         with pytest.raises(ValueError, match="images is one image: give a list of them"):
             reading.read_media(wrong)

@@ -6,8 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -20,8 +18,8 @@ import m3jax
 from m3jax import cli
 from m3jax.assets import embedded_path
 from m3jax.completion import read_media, with_placeholders
-from m3jax.decoding import Engine, Media
-from m3jax.media import PlaceholderIds, batch, media_source, names_file, process_image, process_video
+from m3jax.decoding import Media
+from m3jax.media import PlaceholderIds, process_image
 from m3jax.text import ChatTemplate
 from m3jax.vision import VisionConfig
 
@@ -63,24 +61,6 @@ def files(tmp_path_factory) -> Path:
     return path
 
 
-@jax.jit
-def _best(model, row, embeddings):
-    """The best next token after each token of a row."""
-    return jnp.argmax(model.unembed(model.hidden(row, embeddings=embeddings)[0][0]), axis=-1)
-
-
-def continued(model, tokens: list[int], media: Media, count: int = 4) -> list[int]:
-    """Greedily, by the whole model on everything at each step: no engine, no cache."""
-    packed = batch(media.images, media.videos, model.config)
-    features, prompt = model.features(packed), list(tokens)
-    for _ in range(count):
-        row = np.full((1, 160), TOKENIZER.eos_id, np.int32)
-        row[0, : len(tokens)] = tokens
-        embeddings = model.embed(jnp.asarray(row), features, model.places(jnp.asarray([prompt]), packed))
-        tokens = [*tokens, int(_best(model, jnp.asarray(row), embeddings)[len(tokens) - 1])]
-    return tokens[len(prompt) :]
-
-
 # Sources
 
 
@@ -92,30 +72,9 @@ def test_a_picture_is_the_same_from_wherever_it_comes(files):
     assert all(np.array_equal(patches[0], other) for other in patches[1:])
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("https://example.com/a.png", "nothing is fetched"), ("data:image/png,abc", "not base64"),
-        ("data:image/png;base64,a", "not valid base64"), ("", "no name of a file"),
-    ],
-)  # fmt: skip
-def test_a_text_that_names_nothing(source, message):
-    with pytest.raises(ValueError, match=message):
-        media_source(source)
-    with pytest.raises(ValueError, match="at most 3 bytes"):
-        media_source("data:image/png;base64,YWJjZGVm", most_bytes=3)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (Path("a.png"), True), ("a.png", True), ("data", True), ("DATA:image/png;base64,YQ==", False),
-        ("file:///a.png", False), (b"\x89PNG", False), (np.zeros((2, 2, 3), np.uint8), False),
-    ],
-)  # fmt: skip
-def test_what_names_a_file(source, expected):
-    """Its name is said where it cannot be read, and shown in a dialogue; of a data URL all that would be characters."""
-    assert names_file(source) is expected
+def test_each_prompt_has_a_list_of_images(model):
+    with pytest.raises(ValueError, match="images has 1 lists for 2 prompts"):
+        m3jax.generate(model, [[5], [5]], images=[[]], tokenizer=TOKENIZER, **GREEDY)
 
 
 def test_placeholders_stand_where_they_are_written_or_in_front(files):
@@ -136,43 +95,6 @@ def test_placeholders_stand_where_they_are_written_or_in_front(files):
 
 
 # Whole answers
-
-
-@pytest.mark.further  # of an engine: tests/decoding/test_engine_vision.py
-def test_generate_is_the_whole_model_on_the_same_picture(model, files):
-    """And what it says depends on the picture: two pictures behind the same words are two answers."""
-    text = TOKENIZER.encode("What is it?")
-    for shown in ([files / "a.png"], [files / "c.png"]):
-        # One prompt a call and one size, as the command line below has it: the programs are the same.
-        (tokens,) = m3jax.generate(model, [text], images=[shown], tokenizer=TOKENIZER, progress=False, **GREEDY)
-        media = read_media(shown, progress=False)
-        assert tokens == continued(model, with_placeholders(text, media, TOKENIZER), media)
-    with pytest.raises(ValueError, match="images has 1 lists for 2 prompts"):
-        m3jax.generate(model, [text, text], images=[[]], tokenizer=TOKENIZER, **GREEDY)
-
-
-@pytest.mark.further  # pictures of an engine that goes on: tests/decoding/test_engine_media.py
-def test_a_dialogue_sees_what_its_messages_show(model, files):
-    """An image and a clip in one history, a second turn that asks again; `m3jax.chat` says the same of that history."""
-    template = ChatTemplate.from_folder(embedded_path())
-    engine = Engine(model, pages=24, max_batch=1, prefill_chunk=128, max_length=384, max_stop_ids=4, media_patches=256)
-    knobs = dict(template=template, thinking_mode="disabled", stream=False, engine=engine, progress=False, **GREEDY)
-    parts = [
-        {"type": "text", "text": "One: "}, {"type": "image_url", "image_url": {"url": str(files / "a.png")}},
-        {"type": "text", "text": " two: "}, {"type": "video", "video": clip(4), "detail": "low"},
-    ]  # fmt: skip
-    messages = [{"role": "user", "content": parts}]
-    first = m3jax.chat(model, TOKENIZER, messages, **knobs)
-    media = Media([process_image(files / "a.png")], [process_video(clip(4), max_long_side=504)])
-    prompt = with_placeholders(template.encode(TOKENIZER, messages, thinking_mode="disabled"), media, TOKENIZER)
-    assert first.prompt_tokens == len(prompt)
-    ids = continued(model, prompt, media)
-    assert first.content == TOKENIZER.decode(ids, skip_special_tokens=False)
-    history = [*messages, first.message, {"role": "user", "content": "Again?"}]
-    second = m3jax.chat(model, TOKENIZER, history, **knobs)
-    assert second.cached_tokens >= len(prompt) - 16, "the picture is not read again"
-    other = [{"role": "user", "content": [parts[0], {"type": "image", "image": files / "b.png"}, *parts[2:]]}]
-    assert m3jax.chat(model, TOKENIZER, other, **knobs).cached_tokens < 32, "another picture shares no page with it"
 
 
 @pytest.mark.parametrize(
@@ -219,23 +141,6 @@ def test_images_of_messages_keep_their_order(files):
     ]  # fmt: skip
     _, media = dialogue_tokens(template, TOKENIZER, history, None, "disabled", can_see=True, progress=False)
     assert [image.tokens for image in media.images] == [process_image(files / n).tokens for n in ("a.png", "b.png")]
-
-
-def test_a_dialogue_reads_each_source_once(model, files, monkeypatch):
-    from m3jax.dialogue import media as reading
-
-    read, known = [], {}
-    whole = reading.read_medium
-    monkeypatch.setattr(
-        reading, "read_medium", lambda *given, **options: read.append(given) or whole(*given, **options)
-    )
-    messages = [{"role": "user", "content": [{"type": "image", "image": str(files / "a.png")}, "?"]}]
-    template = ChatTemplate.from_folder(embedded_path())
-    for _ in range(2):
-        reading.dialogue_tokens(template, TOKENIZER, messages, None, "disabled", True, known, progress=False)
-    assert len(read) == 1
-    with pytest.raises(ValueError, match="no vision tower"):
-        reading.dialogue_tokens(template, TOKENIZER, messages, None, "disabled", False)
 
 
 # The command line
@@ -286,13 +191,6 @@ def test_what_cannot_be_shown_is_one_line_and_status_2(run, files, argv, message
     argv = [str(files / word) if word.endswith(("png", "mp4")) else word for word in argv]
     status, out, err = run(*argv, *([] if "--prompt" in argv else ["--prompt", "x"]))
     assert (status, out, err.count("\n")) == (2, "", 1) and re.search(message, err)
-
-
-def test_a_bomb_is_refused(run, files, monkeypatch):
-    """Pillow's limit is kept."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    status, _, err = run("--image", files / "a.png", "--prompt", "x")
-    assert status == 2 and err.count("\n") == 1 and "PIL.Image.MAX_IMAGE_PIXELS" in err
 
 
 def test_a_model_without_a_tower_says_so(run, tmp_path, files):
