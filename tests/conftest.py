@@ -128,17 +128,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.core)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--cpu-times`."""
-    parser.addoption("--cpu-times", metavar="FILE", help="print CPU seconds by file of tests, and write them by test")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Shares compiled functions between workers, subprocesses and runs (until `--cache-clear`)."""
-    if path := config.getoption("--cpu-times"):
-        from support.cpu_times import CpuTimes
-
-        config.pluginmanager.register(CpuTimes(Path(path)))
     if cache := getattr(config, "cache", None):
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("jax")))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
