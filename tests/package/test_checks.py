@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import jaxtyping
 import numpy as np
 import pytest
-from jaxtyping import Float, Int32, PyTree
-from support.checks import check_from_first_call, jaxtyped, names_axes
+from jaxtyping import Float, Int32
+from support.checks import check_from_first_call, jaxtyped
 
 X, ROW = np.zeros((2, 3), np.float32), np.zeros(3, np.int32)
 
@@ -76,15 +76,6 @@ def test_what_names_no_axis_is_checked_by_its_types(calls_before):
     ):
         with pytest.raises(jaxtyping.TypeCheckError, match=r"Type-check error: .*violates type hint"):
             call()
-
-
-def test_axes_are_found_wherever_they_are_named():
-    """Alone, in a container, a union, a callable or a tree: a signature that has them keeps jaxtyping's checks."""
-    array = Float[np.ndarray, " A"]
-    for annotation in (array, array | None, dict[str, tuple[array, ...]], Callable[[array], int], PyTree[array]):
-        assert names_axes(annotation), annotation
-    for annotation in (int, np.ndarray, tuple[int, ...], int | None, "Plain", Callable[[int], str], Callable[..., int]):
-        assert not names_axes(annotation), annotation
 
 
 def test_fields_of_a_dataclass_that_are_arrays_are_checked_by_their_axes():

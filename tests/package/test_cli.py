@@ -333,13 +333,3 @@ def test_the_arguments_say_what_the_package_says():
         MAX_DRAFT_TOKENS,
     )
     assert cli.NEW_TOKENS == NEW_TOKENS
-
-
-@pytest.mark.further  # of other commands: test_console.py
-def test_the_module_runs_and_a_closed_pipe_is_quiet(folder):
-    command = [sys.executable, "-m", "m3jax.generate", "--model", str(folder), "--prompt", "a", "--dtype", "float32"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    assert process.wait() == 141

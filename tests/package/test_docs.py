@@ -17,7 +17,6 @@ PAGES = sorted(
     path.relative_to(ROOT).as_posix() for folder in ("docs", "docs/notes") for path in ROOT.glob(f"{folder}/*.md")
 )
 DOCUMENTS = ["CONTRIBUTING.md", "README.md", "vectors/README.md", *PAGES]
-NOTEBOOKS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.py"))
 WITH_PYTHON = ("cache", "chat_output", "media")
 COMPILING = ("chat", "engine", "inside", "msa", "sampling", "vision")  # ten seconds each or more
 GENERATE = "m3jax generate "
@@ -99,33 +98,6 @@ def test_extras_exist(document):
     extras = set(tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"])
     named = re.findall(r"(?:\.|m3jax)\[([\w,]+)\]", text(document))
     assert {name for group in named for name in group.split(",")} <= extras
-
-
-@pytest.mark.parametrize("document", [*DOCUMENTS, *NOTEBOOKS])
-def test_links_lead_to_files_and_to_places_in_them(document):
-    for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", text(document)):
-        file, _, place = link.partition("#")
-        target = (ROOT / document).parent.joinpath(file).resolve() if file else ROOT / document
-        assert target.exists(), f"{document} links to {file}, which is not there"
-        assert not place or place in places(target), f"{document} links to #{place}, which {target.name} does not have"
-
-
-@cache
-def places(path: Path) -> set[str]:
-    """Return the targets of links into a document: its anchors, and its headings as repository hosts spell them."""
-    lines = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
-    headings = re.findall(r"^#+ (.+)$", lines, re.M)
-    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    return slugs | set(re.findall(r'<a id="([^"]+)">', lines))
-
-
-def test_the_glossary_explains_every_trap_that_is_named():
-    sources = [
-        path for folder in ("m3jax", "pallas_kernels", "tests", "scripts") for path in (ROOT / folder).rglob("*.py")
-    ]
-    named = {int(n) for path in sources for n in re.findall(r"\bT(\d\d?)\b", path.read_text(encoding="utf-8"))}
-    explained = {int(n) for n in re.findall(r'^\| <a id="t\d+"></a>T(\d+) \| .+ \|$', text("docs/glossary.md"), re.M)}
-    assert named <= explained, f"not in docs/glossary.md: {sorted(named - explained)}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -99,20 +99,6 @@ def test_a_trap_that_leads_nowhere_is_an_error(tmp_path, file, old, new, message
 # The table of contents
 
 
-def test_every_page_is_in_the_table_of_contents_once():
-    pytest.importorskip("sphinx")
-    from sitebuild.contents import FRONT, table_of_contents
-
-    found = [page.partition("<")[2].rstrip(">") or page for pages in table_of_contents(ROOT).values() for page in pages]
-    listed = [path for pattern in found for path in ROOT.glob(f"{pattern}.md")]
-    listed += [path for pattern in found for path in ROOT.glob(f"{pattern}.ipynb")]
-    pages = [*DOCS.glob("*.md"), *DOCS.glob("notes/*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
-    pages += [ROOT / "vectors" / "README.md", ROOT / "vectors" / "tiny" / "README.md"]
-    pages += [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-    assert sorted(listed) == sorted(pages)
-    assert (ROOT / f"{FRONT}.md").is_file()
-
-
 def test_a_new_page_comes_into_the_table_of_contents_by_itself(tmp_path):
     pytest.importorskip("sphinx")
     from sitebuild.contents import FOR_NEW_PAGES, table_of_contents
@@ -264,21 +250,6 @@ def test_a_dead_link_and_what_is_loaded_from_elsewhere_are_found(tmp_path, file,
     for name, content in {"b.html": '<p id="x">x</p>', "_static/s.js": "", file: text}.items():
         (tmp_path / name).write_text(content)
     assert problems(tmp_path) == ([problem] if problem else [])
-
-
-def test_mathjax_is_here_with_all_that_it_loads():
-    """The parts that docs/conf.py names, and the fonts that those name."""
-    text = (DOCS / "conf.py").read_text(encoding="utf-8")
-    start = re.search(r'mathjax_path = "mathjax/([\w./]+)"', text)[1]
-    parts = json.loads(re.search(r'"load": (\[.*?\])', text)[1])
-    assert (MATHJAX / start).is_file() and len(parts) == 3
-    assert not [part for part in parts if not (MATHJAX / f"{part}.js").is_file()]
-    assert (MATHJAX / "LICENSE").is_file()
-    chtml = MATHJAX / "output" / "chtml"
-    code = chtml.with_suffix(".js").read_text(encoding="utf-8") + (chtml / "fonts/tex.js").read_text(encoding="utf-8")
-    named = set(re.findall(r"%%URL%%/([\w-]+\.woff)", code))
-    fonts = {path.name for path in (chtml / "fonts/woff-v2").iterdir()}
-    assert named and named == fonts
 
 
 def test_the_formulas_use_what_mathjax_knows():
