@@ -244,23 +244,3 @@ def test_a_damaged_draft_is_a_usable_error(kind, data):
 
 
 # The judge of errors
-
-PANIC = type("PanicException", (BaseException,), {})("a library's")
-UNUSABLE = (KeyError("x"), ValueError(), ValueError("x" * 2001), ValueError("\x1b"), PANIC, RecursionError("deep"))
-
-
-@pytest.mark.parametrize("error", UNUSABLE, ids=lambda error: f"{type(error).__name__}-{len(str(error))}")
-def test_an_error_that_helps_nobody_is_a_failure(error):
-    def read():
-        raise error
-
-    with pytest.raises(AssertionError):
-        outcome(read)
-
-
-@pytest.mark.parametrize("error", [ValueError("a b"), FileNotFoundError(2, "No such file", "x")])
-def test_a_usable_error_is_a_refusal(error):
-    def read():
-        raise error
-
-    assert outcome(read) == "refused"

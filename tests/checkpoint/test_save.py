@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from support.checkpoint_folders import (
     INDEX,
     assert_same,
@@ -276,73 +276,6 @@ def oracle():
         for seed, tensor in enumerate((*model.parameters(), *model.buffers())):
             tensor.normal_(generator=torch.Generator().manual_seed(seed))
     return model
-
-
-def oracle_parameters(oracle) -> dict[str, np.ndarray]:
-    """The parameters by path, read off transformers' modules and turned by einsum."""
-    text = oracle.model.language_model
-    top = {"embed_tokens": text.embed_tokens, "norm": text.norm, "lm_head": oracle.lm_head}
-    parameters = {path: module.weight.detach().numpy() for path, module in top.items()}
-    for number, layers in enumerate((text.layers[:1], text.layers[1:])):
-        per_layer = [oracle_layer(layer) for layer in layers]
-        for path in per_layer[0]:
-            parameters[f"stacks.{number}.{path}"] = np.stack([layer[path] for layer in per_layer])  # [L ...]
-    return parameters | {f"vision.{path}": values for path, values in oracle_vision(oracle.model).items()}
-
-
-def oracle_vision(model) -> dict[str, np.ndarray]:
-    """The tower's and the projector's parameters by our paths: two heads of 16, and one layer."""
-    turned = lambda name, values: values.T if name.endswith(".weight") and values.ndim == 2 else values
-    read = lambda module: {name: turned(name, values.detach().numpy()) for name, values in module.state_dict().items()}
-    tower, (layer,) = read(model.vision_tower), model.vision_tower.layers
-    found = {name: values for name, values in tower.items() if name.startswith("pre_layrnorm.")}
-    found["patch_embedding"] = np.einsum("wcfhv->cfhvw", tower["embeddings.proj.weight"])
-    found |= {f"projector.{name}": values for name, values in read(model.multi_modal_projector).items()}
-    in_layer = read(layer)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        in_layer[f"self_attn.{name}.weight"] = in_layer[f"self_attn.{name}.weight"].reshape(32, 2, 16)  # [W N H]
-        in_layer[f"self_attn.{name}.bias"] = in_layer[f"self_attn.{name}.bias"].reshape(2, 16)  # [N H]
-    in_layer["self_attn.out_proj.weight"] = in_layer["self_attn.out_proj.weight"].reshape(2, 16, 32)  # [N H W]
-    return found | {f"layers.{name}": values[None] for name, values in in_layer.items()}  # [L ...]
-
-
-def oracle_layer(layer) -> dict[str, np.ndarray]:
-    """The parameters of one layer of transformers by our paths."""
-    state = {name: values.detach().numpy() for name, values in layer.state_dict().items()}
-    suffix = ".weight"
-    found = {name.removesuffix(suffix): values.T for name, values in state.items() if name.endswith(suffix)}
-    for name, heads in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2)):
-        found[f"self_attn.{name}"] = found[f"self_attn.{name}"].reshape(64, heads, 24)  # [D N H]
-    found["self_attn.o_proj"] = found["self_attn.o_proj"].reshape(4, 24, 64)  # [N H D]
-    for prefix in ("mlp.", "mlp.shared_experts."):
-        if prefix + "gate_up_proj" in found:
-            gate_up = found.pop(prefix + "gate_up_proj")  # [D 2*F]
-            found[prefix + "gate_proj"], found[prefix + "up_proj"] = np.split(gate_up, 2, axis=1)
-    if "self_attn.indexer.q_proj" in found:
-        for name in ("q_proj", "k_proj", "q_norm", "k_norm"):
-            found[f"self_attn.index_{name}"] = found.pop(f"self_attn.indexer.{name}")
-        found["self_attn.index_q_proj"] = found["self_attn.index_q_proj"].reshape(64, 2, 40)  # [D K H]
-        gate_up = np.einsum("efd->edf", state["mlp.experts.gate_up_proj"])  # [E D 2*F]
-        found["mlp.experts.gate_proj"], found["mlp.experts.up_proj"] = np.split(gate_up, 2, axis=2)
-        found["mlp.experts.down_proj"] = np.einsum("edf->efd", state["mlp.experts.down_proj"])  # [E F D]
-        found["mlp.e_score_correction_bias"] = state["mlp.gate.e_score_correction_bias"]
-    return found
-
-
-@further  # tests/model/test_oracle.py computes with what transformers saves
-def test_what_transformers_saves_loads_exactly(oracle, tmp_path):
-    oracle.save_pretrained(tmp_path, max_shard_size="60KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 3
-    assert_same(load_parameters(tmp_path, dtype="float32"), oracle_parameters(oracle))
-
-
-@further
-def test_what_transformers_holds_in_memory_loads_exactly(oracle, tmp_path):
-    oracle.config.save_pretrained(tmp_path)
-    state = {name: values.detach().numpy() for name, values in oracle.state_dict().items()}
-    save_file(state, tmp_path / "model.safetensors")
-    assert any(".experts.gate_up_proj" in name for name in state)
-    assert_same(load_parameters(tmp_path, dtype="float32"), oracle_parameters(oracle))
 
 
 @further

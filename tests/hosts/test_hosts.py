@@ -180,7 +180,7 @@ def test_what_two_processes_saved_one_restores(hub, training):
             np.testing.assert_array_equal(np.asarray(value), np.asarray(expected[name]))
 
 
-@pytest.mark.further  # over a mesh of one process: tests/train/test_convert.py
+@pytest.mark.further  # training over a mesh of one process: tests/train/test_sft.py
 def test_two_processes_convert_a_dense_model_as_one_does(hub, training, tmp_path):
     """Each reads its own bytes; process 0 alone writes lines and report, and both write the model."""
     model, as_one = read_dense_with_report(hub.parent / "qwen3", mesh="expert=4,tensor=2", block_size=4)
