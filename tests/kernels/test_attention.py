@@ -19,7 +19,6 @@ from support.msa_strategies import attention as definition
 from pallas_kernels.cudnn_causal import cudnn_causal
 from pallas_kernels.dense_causal import cudnn, cudnn_prefix, dense_causal
 from pallas_kernels.dense_decode import dense_decode
-from pallas_kernels.gradient import with_gradient
 from pallas_kernels.pages import contiguous
 from pallas_kernels.sparse_decode import MAX_QUERIES, sparse_decode
 from pallas_kernels.sparse_decode.triton import Config as DecodeConfig
@@ -307,29 +306,6 @@ def test_e4m3_keys_and_values_are_those_that_they_stand_for():
     options = dict(KERNELS["decode"], scales=scales, return_lse=True, interpret=True)
     got = jax.jit(partial(options.pop("op"), **options))(*args)
     check([np.asarray(x) for x in got], want)
-
-
-@pytest.mark.further  # tests/ops/test_backends.py takes them through the ops
-def test_gradients_are_those_of_the_definition():
-    """T30: the backward pass takes the selection as it was made."""
-    case = prefill(replace(GROUPED, B=1, T=12, S=12), 9)
-    blocks = jnp.asarray(case.any_blocks())
-    at = jnp.asarray(case.positions), jnp.asarray(case.lengths)
-    options = dict(block_size=GROUPED.P, schedule="definition")
-    reference = lambda q, k, v: definition(q, k, v, blocks, case.positions, case.lengths, **options)[0]
-
-    def kernel(q, k, v):
-        pages = (view(jnp.stack([x.swapaxes(1, 2)] * 2), None, GROUPED.P) for x in (k, v))
-        options = dict(schedule="query_union", backend="triton", config=TILE, interpret=True)
-        return sparse_prefill(q, *pages, blocks, *at, **options)[0]
-
-    attend = with_gradient(kernel, reference)
-    arrays = [jnp.asarray(x) for x in case.qkv()]
-    weight = jnp.asarray(np.random.default_rng(0).normal(size=arrays[0].shape), jnp.float32)
-    gradients = lambda f: jax.grad(lambda *x: (f(*x) * weight).sum(), (0, 1, 2))
-    got, want = jax.jit(lambda *x: (gradients(attend)(*x), gradients(reference)(*x)))(*arrays)
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
 
 
 def test_cudnn_attends_to_whole_rows(monkeypatch, unchecked):

@@ -25,7 +25,6 @@ from support.insertion import EPS, draw
 from support.insertion import expected as inserted
 from support.kernels_inputs import check, in_chunks, lay_out, of_definition, view
 from support.msa_strategies import (
-    FOURS,
     GROUPED,
     ONE_SLOT,
     RAGGED,
@@ -172,17 +171,6 @@ def test_selection_of_odd_shapes(data, name, shape):
     assert_same_sets(index(case, "paged", **options), chosen(case))
 
 
-@pytest.mark.further  # T7 has its cases in tests/msa and, for a GPU, in test_index.py
-@pytest.mark.parametrize("name", ["prefill", "decode"])
-@settings(max_examples=1)
-@given(case=cases((FOURS,)))
-def test_selection_where_axes_agree(case, name):
-    """T7: B, T, N, K, H, P and J all 4."""
-    options = INDEX[name]
-    case = fitting(case, options)
-    assert_same_sets(index(case, "paged", **options), chosen(case))
-
-
 def test_keys_are_those_of_the_order():
     """By them selections of several devices are joined: of a row's first block, of its second, and of padding."""
     shape = Shape(B=2, T=3, S=16, N=1, K=1, H=8, P=4, J=2)
@@ -283,17 +271,6 @@ def test_dense_is_that_of_the_definition(data, layout):
     case = data.draw(cases((SHAPES[layout],)))
     got = attention(case, layout, None, **DENSE, kv_heads=case.shape.K)
     check(got, dense_attention(*case.qkv(), case.positions, case.lengths))
-
-
-@pytest.mark.further
-@pytest.mark.parametrize("name", ["query_union", "kv_block_major", "decode"])
-@settings(max_examples=1)
-@given(case=cases((FOURS,)))
-def test_attention_where_axes_agree(case, name):
-    """T7: B, T, N, K, H, P and J all 4, and each KV head with picks of its own."""
-    options = ATTENTION[name]
-    blocks = case.any_blocks()
-    check(attention(case, "paged", blocks, **options), of_definition(case, blocks))
 
 
 @of_attention("decode", "kv_block_major")
