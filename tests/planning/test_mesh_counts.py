@@ -1,11 +1,7 @@
 """The layers' programs on meshes of 8 CPU devices: what devices exchange, and the share of the work that each has."""
 
-import re
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -113,18 +109,6 @@ def test_a_step_of_a_draft_moves_neither_its_embedding_nor_its_head():
     assert [collective.origin for collective in found if collective.kind == "all-reduce"] == [
         "jit(step)/shard_map/psum"
     ]
-
-
-@pytest.mark.further  # a script
-def test_the_bench_of_meshes_runs():
-    """Its counts, times of attention and comparison; times of engines take long to compile."""
-    script = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
-    command = [sys.executable, str(script), "mesh", "--smoke", "--what", "counts", "index", "agree"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert re.search(r"a chunk of 32, tensor=2,context=2 +[\d.]+ +[1-9]\d*", finished.stdout)
-    assert re.search(r"tensor=2,context=2, attention, step of 2 +[\d.]+ +1.000", finished.stdout)
-    assert re.search(r"tensor=2,context=2, chunks of 32 +0.0000 +0.0000 ", finished.stdout)
 
 
 @pytest.mark.further
