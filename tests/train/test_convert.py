@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import conversion as small
 from support import tiny
 from support.conversion import QWEN3, dense_model
 
@@ -504,26 +503,6 @@ def whole(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "make_optimizer", lambda rate, decay, **how: _optimizer(decay, **how))
         return *run(folder), lines_of(folder)
-
-
-@pytest.mark.further  # training over a mesh: test_sft.py
-def test_a_mesh_converts_as_one_device_does(tmp_path):
-    """Rows and heads divided: lines, report and weights. Steps of plain descent move weights by their gradients."""
-    small.write_source(tmp_path)
-    for name, mesh in (("one", None), ("mesh", "data=2,context=2,tensor=2")):
-        small.convert(tmp_path, tmp_path / name, mesh)
-    lines, report = small.told(tmp_path / "one")
-    small.assert_same(small.told(tmp_path / "mesh"), (lines, report))
-    assert report["before"] != report["after_warm_up"] != report["after"] and report["after"]["caught"]
-    one, mesh = (tree.flatten(m3jax.load(tmp_path / name / "model", "float32")) for name in ("one", "mesh"))
-    before = tree.flatten(read_dense(tmp_path / "qwen3", block_size=4, topk_blocks=2))
-    for name, x in mesh.items():
-        np.testing.assert_allclose(x, one[name], atol=5e-6, err_msg=name)
-        assert np.abs(before[name] - x).max() > 2e-5, f"{name} has hardly moved"
-    with pytest.raises(ValueError, match="--rows 2: must be a multiple of the mesh's data=4"):
-        small.convert(tmp_path, tmp_path / "other", "data=4")
-    with pytest.raises(ValueError, match="axis 'heads' of size 4 does not divide over 8 devices"):
-        small.convert(tmp_path, tmp_path / "other", "tensor=8")
 
 
 def lines_of(folder: Path) -> list[dict]:

@@ -12,8 +12,7 @@ from support.scripted_chat import ScriptedModel
 from tiny import arguments
 from tiny.corpus import Corpus
 from tiny.dialogues import KINDS, MODES, DialogueBatches, Task, dialogue_accuracy, draw_task, written_tokens
-from tiny.dialogues.batches import NAME_WEIGHT, WRITTEN_WEIGHT, _document_tokens
-from tiny.dialogues.evaluate import _hear, _judge, _Play
+from tiny.dialogues.batches import NAME_WEIGHT, WRITTEN_WEIGHT
 
 import m3jax
 from m3jax.assets import embedded_path
@@ -107,20 +106,6 @@ def test_answers_follow_from_what_was_said(corpus):
     assert givers == {"user", "developer"}, "a document stands before the tools or behind them"
 
 
-def test_dialogues_are_many(corpus):
-    """All kinds and modes come up, tools have several names, and some dialogues ask twice."""
-    tasks = [task_of(corpus, None, None, seed, tokens=40) for seed in range(60)]
-    assert {task.kind for task in tasks} == set(KINDS) and {task.thinking_mode for task in tasks} == set(MODES)
-    names = {tool["function"]["name"] for task in tasks for tool in task.tools or ()}
-    questions = {sum(message["role"] == "user" for message in task.messages) for task in tasks}
-    assert len(names) == 6 and questions == {1, 2}
-    assert any(task.tools is None for task in tasks)
-    chosen = [
-        draw_task(np.random.default_rng(i), corpus, TOKENIZER, 40, shares=(0.0, 0.0, 0.5, 0.0, 0.5)) for i in range(20)
-    ]
-    assert {task.kind for task in chosen} == {KINDS[2], KINDS[4]}
-
-
 @pytest.mark.parametrize("kind", ["sum", "document, then look-up", "two look-ups, then sum"])
 def test_names_that_only_the_tools_say_are_marked(corpus, kind):
     """They are the name and the parameters of each call, in the order in which they are written."""
@@ -165,16 +150,6 @@ def test_a_row_has_dialogues_then_code_beside_rows_of_the_older_data(corpus):
     np.testing.assert_array_equal(batch["kept"][2:], ~batch["recall"][2:])
 
 
-def test_documents_have_all_lengths():
-    """Short ones, so that a row has many dialogues, and long ones, so that tools and questions stand far apart."""
-    rng = np.random.default_rng(0)
-    lengths = np.array([_document_tokens(rng, 3600, long_fraction=1 / 3) for _ in range(3000)])
-    assert lengths.min() >= 32 and lengths.max() <= 3600
-    assert 0.3 < (lengths <= 256).mean() < 0.7 and 0.12 < (lengths > 2400).mean() < 0.4
-    lengths = np.array([_document_tokens(rng, 3600, long_fraction=0.9) for _ in range(1000)])
-    assert (lengths > 2400).mean() > 0.27
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -193,46 +168,6 @@ def test_wrong_batches(corpus, change, message):
 # The measure
 
 
-def play(task: Task, *texts: str) -> _Play:
-    """A dialogue in which the model says these texts."""
-    game = _Play(task)
-    _hear(game)
-    for text in texts:
-        assert game.is_open
-        _judge(game, OutputParser(tools=task.tools, thinking_mode=task.thinking_mode).parse(text), True)
-    return game
-
-
-@EVERY_TASK
-def test_right_answers_are_right_and_a_wrong_one_is_not(corpus, kind):
-    task = task_of(corpus, kind, "enabled")
-    texts = [text.removesuffix("[e~[") for text in written_texts(task)]
-    right = play(task, *texts)
-    assert right.is_right and not right.is_open and right.num_well_formed == right.num_calls == len(texts) - 1
-    assert not play(task, *texts[:-1], texts[-1].replace(".", "!")).is_right
-    thought = play(task, *(text.replace("</mm:think>", " Hm.</mm:think>") for text in texts))
-    assert thought.is_right, "what is thought does not matter"
-    if len(texts) > 1:
-        mended = play(task, texts[0].replace("</invoke>", "", 1))
-        assert (mended.num_well_formed, mended.num_calls) == (0, 1), "the parser mends it, and it was not well formed"
-        missing = play(task, texts[0].split("]<]minimax[>[")[0] + "Nothing to call.")
-        assert (missing.num_well_formed, missing.num_calls, missing.is_right) == (0, 1, False)
-
-
-def test_a_call_that_lacks_a_parameter_or_has_another_type_is_not_well_formed(corpus):
-    task = task_of(corpus, "sum", "disabled")
-    (text, _) = (text.removesuffix("[e~[") for text in written_texts(task))
-    function = task.messages[1]["tool_calls"][0]["function"]
-    one, other = function["arguments"].values()
-    for changed in (text.replace(f">{one}]", ">many]", 1), text.replace(f'"{function["name"]}"', '"rob"')):
-        assert changed != text
-        assert (play(task, changed).num_well_formed, play(task, changed).num_calls) == (0, 1)
-    swapped = text.replace(f">{one}]", ">#]").replace(f">{other}]", f">{one}]").replace(">#]", f">{other}]")
-    game = play(task, swapped)
-    assert (game.num_well_formed, game.is_right) == (1, one == other), "well formed, and wrong"
-
-
-@pytest.mark.further  # turns of an engine: test_turns.py
 @pytest.mark.usefixtures("unchecked")
 def test_a_model_that_says_the_right_things_gets_all_of_them(corpus):
     """Through the engine, turn by turn, with the results between; another dialogue's answers are wrong ones."""

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 from support import tiny
 from support.embedded import TOKENIZER
-from tiny.dialogues import MODES
 from tiny.losses import TinyLoss
 from tiny.pictures import (
     KINDS,
-    NAMES,
-    Alternating,
     PictureBatches,
     PictureTask,
     draw_picture_task,
@@ -23,12 +20,10 @@ from tiny.pictures import (
     naming_loss,
     packed_pictures,
     picture_accuracy,
-    picture_features,
-    shown_names,
     task_tokens,
     with_tower,
 )
-from tiny.pictures.draw import COLOURS, SHAPES, Shape, draw_number, draw_shapes
+from tiny.pictures.draw import COLOURS, SHAPES
 from tiny.pictures.features import normalized_rows
 from tiny.pictures.tasks import MOST_PATCHES, is_held_out, is_held_out_number
 
@@ -59,41 +54,6 @@ def tasks_of(kind: str | None, count: int, **options) -> list[PictureTask]:
 
 
 # What is drawn
-
-
-def area(shape: Shape) -> float:
-    """Pixels that a white shape covers of a black canvas."""
-    return float(draw_shapes(np.zeros((60, 60, 3)), [shape], [np.full(3, 1.0)])[..., 0].sum())
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_has_its_area_wherever_and_however_it_is_turned(name):
-    """By geometry: areas over the square of the radius, which no drawing knows."""
-    star = 5 * np.sin(np.pi * 0.2) * np.sin(np.pi * 0.1) / np.sin(np.pi * 0.7)
-    areas = {
-        "circle": np.pi, "ring": np.pi * (1 - 0.5**2), "square": 1.6**2, "triangle": 0.75 * 3**0.5,
-        "cross": 4 * 0.28 * (2 * 0.95 - 0.28), "star": star,
-    }  # fmt: skip
-    for x, y, angle in ((30.0, 30.0, 0.0), (25.3, 33.7, 0.2)):
-        found = area(Shape(name, "red", x, y, 20.0, angle)) / 20.0**2
-        assert found == pytest.approx(areas[name], rel=0.03)
-
-
-def test_shapes_and_digits_all_differ():
-    canvases = [draw_shapes(np.zeros((40, 40, 3)), [Shape(s, "red", 20.0, 20.0, 15.0)], [np.ones(3)]) for s in SHAPES]
-    canvases += [draw_number(np.zeros((40, 40, 3)), n, 20.0, 20.0, 24.0, 2.0, 0.1, np.ones(3)) for n in range(10)]
-    for place, one in enumerate(canvases):
-        assert all(np.abs(one - other).mean() > 0.01 for other in canvases[:place])
-    points_up = draw_shapes(np.zeros((40, 40, 3)), [Shape("star", "red", 20.0, 20.0, 15.0)], [np.ones(3)])[..., 0]
-    assert points_up[:12].sum() < points_up[28:].sum(), "a star stands on two of its points"
-
-
-def test_digits_are_those_of_a_display():
-    """The segment in the middle is lit in 2, 3, 4, 5, 6, 8 and 9; upper left in all but 1, 2, 3 and 7."""
-    lit = lambda n, y, x: draw_number(np.zeros((40, 40, 3)), n, 20.0, 20.0, 24.0, 2.0, 0.0, np.ones(3))[y, x, 0] > 0.5
-    assert [n for n in range(10) if lit(n, 20, 20)] == [2, 3, 4, 5, 6, 8, 9]
-    assert [n for n in range(10) if lit(n, 14, 14)] == [0, 4, 5, 6, 8, 9]
-    assert [n for n in range(10) if lit(n, 26, 14)] == [0, 2, 6, 8]
 
 
 def nearest_colour(pixels: np.ndarray) -> str:
@@ -133,57 +93,6 @@ def test_what_is_held_out_is_never_trained_on():
         assert is_new or sum(pair in task.reasoning for pair in pairs) == 1
 
 
-def test_questions_of_all_kinds_and_modes_have_many_answers():
-    tasks = tasks_of(None, 200)
-    assert {task.kind for task in tasks} == set(KINDS) and {task.thinking_mode for task in tasks} == set(MODES)
-    for kind in KINDS:
-        answers = [answer for task in tasks for k, _, answer in task.questions if k == kind]
-        most = max(answers.count(answer) for answer in answers)
-        assert most < 0.75 * len(answers), f"{kind}: one answer is nearly always right"
-    assert {len(task.questions) for task in tasks} == {1, 2, 3} and {task.is_first for task in tasks} == {True, False}
-
-
-def names_shown(task: PictureTask) -> list[set[str]]:
-    """Return the names that each token of a picture shows."""
-    shown = shown_names(task)
-    return [
-        {
-            name
-            for group, found in zip(NAMES, shown, strict=True)
-            for name, is_shown in zip(group, found[i], strict=True)
-            if is_shown
-        }
-        for i in range(len(shown[0]))
-    ]
-
-
-def test_a_token_shows_what_its_pixels_show():
-    """Its 28 x 28 pixels have the colour that it names, and where nothing is named no shape has its middle."""
-    for task in tasks_of("what", 20):
-        _, colour, shape = task.questions[0][2].lower().rstrip(".").split()
-        frame, tokens = task.frames[0].astype(float), names_shown(task)
-        cells = frame.reshape(frame.shape[0] // 28, 28, frame.shape[1] // 28, 28, 3).swapaxes(1, 2).reshape(-1, 784, 3)
-        is_painted = np.abs(cells - COLOURS[colour]).max(axis=-1).mean(axis=-1)  # by token
-        assert {colour, shape} <= tokens[np.argmin(is_painted)]
-        assert all(names == set() or {colour, shape, "first"} <= names for names in tokens)
-
-
-def test_names_of_places_are_those_of_the_answers():
-    for task in tasks_of("place", 12, most_turns=1) + tasks_of("side", 12, most_turns=1):
-        kind, question, answer = task.questions[0]
-        about = [shape for shape in SHAPES if f"the {shape}" in question]
-        where = {mark.names[1]: mark.names for mark in task.marks}
-        if kind == "place":
-            assert set(answer.lower().rstrip(".").split()) == set(where[about[0]][3:])
-        else:
-            one, other = (NAMES[-1].index(where[shape][2]) for shape in sorted(about, key=question.index))
-            assert (one < other) == (answer == "Yes.")
-    number = next(task for task in tasks_of("number", 9) if len(task.questions[0][2]) == 3)
-    assert [mark.names[1:] for mark in number.marks] == list(
-        zip(number.questions[0][2], ("first", "second"), strict=False)
-    )
-
-
 def test_features_are_drawn_to_the_names_of_what_they_show():
     """The loss by its definition in numpy; small where each feature lies along its names; it moves no embedding."""
     batch = PictureBatches(TOKENIZER, TEMPLATE, 256, 2, 0)[0]["naming"]
@@ -202,13 +111,6 @@ def test_features_are_drawn_to_the_names_of_what_they_show():
     loss, gradient = jax.value_and_grad(naming_loss, argnums=1)(jnp.asarray(features), embeddings, naming)
     assert float(loss) == pytest.approx(np.mean(losses), rel=1e-5) and not gradient.any()
     assert float(naming_loss(jnp.asarray(towards), embeddings, naming)) < 0.6 < 2.0 < float(loss)
-
-
-def test_one_batch_of_a_few_is_text():
-    batches = Alternating(pictures=[{"picture": i} for i in range(6)], text=[{"text": 0}, {"text": 1}], every=3)
-    assert [batches[i] for i in range(6)] == [
-        {"picture": 0}, {"picture": 1}, {"text": 0}, {"picture": 3}, {"picture": 4}, {"text": 1},
-    ]  # fmt: skip
 
 
 # What the model reads
@@ -258,24 +160,6 @@ def test_only_answers_count_and_every_placeholder_has_a_feature():
     counts = batch["weights"] > 0
     is_last = counts[:, :-1] & ~counts[:, 1:]
     assert (batch["tokens"][:, 1:-1][is_last] == TOKENIZER.eos_id).all(), "an answer counts to the end of its turn"
-
-
-@pytest.mark.further  # a clip too; of pictures the loss is compared below
-def test_features_of_a_picture_are_those_that_the_model_has_for_it(model):
-    """By `M3.features` on one packed batch, as a user runs it: the order of pictures and of their rows is kept."""
-    from m3jax import media
-
-    tasks = [*tasks_of("what", 2), *tasks_of("motion", 1)]
-    processed = [process_image(task.frames[0]) for task in tasks[:2]]
-    clip = process_video(tasks[2].frames, source_fps=1.0)
-    expected = model.features(media.batch(processed, [clip], model.config))
-    rows = [m.tokens for m in (*processed, clip)]
-    pictures = jax.tree.map(jnp.asarray, packed_pictures(tasks, [np.arange(n, dtype=np.int32) for n in rows], 4))
-    found = picture_features(model, pictures)
-    np.testing.assert_allclose(
-        np.concatenate([found[i, :n] for i, n in enumerate(rows)]), expected[: sum(rows)], atol=1e-4
-    )
-    assert not found[3].any() and not found[0, rows[0] :].any()
 
 
 # Training
@@ -334,18 +218,3 @@ def test_pictures_alone_tell_answers_apart(model):
     wrong = replace(tasks[-1], questions=(("what", "What is this?", "A grey dot."),))
     found = picture_accuracy(state.model, TOKENIZER, TEMPLATE, [tasks[0], wrong, tasks[1]], 3)
     assert found == pytest.approx({"what": 2 / 3, "all": 2 / 3}, abs=1e-3)
-
-
-def test_the_text_model_may_stay_as_it_is(model):
-    """An update for gradients of 1: of the text nothing moves, of the tower all, its biases too; and the reverse."""
-    ones = jax.tree.map(jnp.ones_like, model)
-
-    def moved(**options) -> dict[str, bool]:
-        optimizer = make_optimizer(lambda step: 1e-2, weight_decay=0.0, **options)
-        updates = jax.jit(optimizer.update)(ones, optimizer.init(model), model)[0]
-        leaves, _ = jax.tree_util.tree_flatten_with_path(updates)
-        return {jax.tree_util.keystr(path): bool(np.asarray(leaf).any()) for path, leaf in leaves}
-
-    assert all(is_moved == (".vision" in name) for name, is_moved in moved(frozen_text=True).items())
-    still = {name for name, is_moved in moved(vision_rate=lambda step: 1e-3).items() if not is_moved}
-    assert still and all("e_score_correction_bias" in name for name in still)

@@ -15,7 +15,7 @@ from m3jax.decoding import Engine, Params, Sampling
 from m3jax.model import M3, Choices
 from m3jax.train import rollouts
 from m3jax.train.policy import PolicyLoss, group_advantages, mismatch
-from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, check_replay, read_logprobs, roll_out
+from m3jax.train.rollouts import Episode, RolloutLoss, as_batch, read_logprobs, roll_out
 from m3jax.train.step import cast_weights, init_state, make_optimizer, train_step
 
 LENGTH = 64
@@ -41,14 +41,6 @@ def away(invariant: bool, replay: tuple[str, ...] = ()) -> dict[str, float]:
     reader = model().with_invariance() if invariant else model()
     found = read_logprobs(reader, jnp.asarray(batch["tokens"]), batch.get("choices"), compute_dtype="bfloat16")
     return mismatch(batch["sampler"], np.asarray(found), batch["mask"])
-
-
-@pytest.mark.further  # of a run, with all knobs: test_runs.py
-def test_in_the_invariant_mode_the_trainer_computes_the_engines_bits():
-    """In bfloat16, of rows that are padded and read in one chunk: nothing is off; with the record, see test_runs.py."""
-    batch = as_batch(episodes(True), LENGTH)
-    found = read_logprobs(model().with_invariance(), jnp.asarray(batch["tokens"]), compute_dtype="bfloat16")
-    np.testing.assert_array_equal(np.asarray(found)[batch["mask"]], batch["sampler"][batch["mask"]])
 
 
 @pytest.mark.further  # in the invariant mode: test_runs.py
@@ -97,21 +89,6 @@ def written(prompt_tokens: int, seed: int = 0) -> Episode:
     )
 
 
-def test_what_a_tool_wrote_is_in_no_loss():
-    """Of an episode of two turns the mask has the policy's tokens alone, whatever stands between them."""
-    first, second = written(50), written(50, seed=1)
-    tool = (5, 6, 7)
-    both = Episode(
-        tokens=(*first.tokens, *tool, *second.tokens[-3:]),
-        is_drawn=np.concatenate([first.is_drawn, [False] * 3, [True] * 3]),
-        logprobs=np.concatenate([first.logprobs, np.float32([0] * 3), second.logprobs[-3:]]),
-    )
-    batch = as_batch([both], LENGTH)
-    targets = batch["tokens"][0, 1:][batch["mask"][0]]
-    assert targets.tolist() == [*first.tokens[-8:], *second.tokens[-3:]]
-    assert batch["sampler"][0][batch["mask"][0]].tolist() == [*first.logprobs[-8:], *second.logprobs[-3:]]
-
-
 def test_a_record_stands_at_its_token():
     """T58: choices at the token that was read, the support beside the target; padding has neither."""
     at = np.arange(58, dtype=np.int32)
@@ -122,20 +99,6 @@ def test_a_record_stands_at_its_token():
     assert batch["choices"].expert_ids[0, :, 0, 0].tolist() == [*at, *none]
     assert batch["choices"].blocks[0, :, 0, 0, 0].tolist() == [*(100 + at), *none]
     assert batch["support"][0, :, 0].tolist() == [*(200 + at[1:]), *none]
-
-
-def test_what_cannot_be_read_is_said(unchecked):
-    drawn = written(50)
-    with pytest.raises(ValueError, match="an episode has 58 tokens, and the rows of the batch 32"):
-        as_batch([drawn], 32)
-    with pytest.raises(ValueError, match="replay of blocks: an episode has no record"):
-        as_batch([replace(drawn, choices=None)], LENGTH, ("blocks",))
-    with pytest.raises(ValueError, match="replay of 'logits': choose of expert_ids, blocks"):
-        check_replay(("logits",))
-    engine = Engine(model(), **SHAPE)
-    with pytest.raises(ValueError, match="is no token id"):
-        roll_out(engine, [prompt(5), (10**6,)], ASKED, count=2)
-    assert not engine.busy
 
 
 def test_a_policy_is_its_own_old_one_in_the_first_step(monkeypatch, unchecked):
