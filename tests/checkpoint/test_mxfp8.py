@@ -26,7 +26,7 @@ from m3jax.checkpoint.names import Target
 from m3jax.checkpoint.reader import read_folder
 from m3jax.checkpoint.values import check_range, cut
 from m3jax.config import M3Config
-from m3jax.model import dequantize
+from m3jax.model import dequantize, quantize
 
 CONFIG = tiny_config()
 QUANTIZATION = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
@@ -220,6 +220,22 @@ def test_orbax_keeps_codes_and_scales(tmp_path):
     assert_same(
         {name: np.asarray(leaf) for name, leaf in found.items()}, load_parameters(tmp_path / "hub", weights="mxfp8")
     )
+
+
+@pytest.mark.further  # quantize and save of such a model: tests/checkpoint/test_save.py
+def test_quantizing_a_bfloat16_model_writes_the_release_s_layout(tmp_path):
+    write_folder(tmp_path / "bf16", CONFIG, random_tensors(CONFIG))
+    quantized_folder(tmp_path / "hub")
+    model = quantize(checkpoint.load(tmp_path / "bf16", progress=False))
+    checkpoint.save(model, tmp_path / "mxfp8")
+    layout = lambda path: {name: tensor[:2] for name, tensor in stored(path).items()}
+    assert layout(tmp_path / "mxfp8") == layout(tmp_path / "hub")
+    announced = json.loads((tmp_path / "mxfp8/config.json").read_text())["quantization_config"]
+    assert {key: announced[key] for key in QUANTIZATION} == QUANTIZATION
+    gates = [f"language_model.model.layers.{layer}.block_sparse_moe.gate" for layer in (2, 3, 4)]
+    assert announced["ignored_layers"][-3:] == gates
+    kept = {name: np.asarray(leaf) for name, leaf in tree.flatten(dequantize(model)).items()}
+    assert_same(load_parameters(tmp_path / "mxfp8"), kept)
 
 
 def test_weights_that_cannot_be_kept(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support import comparisons
-from support.kernels_inputs import attention, check, in_chunks, lay_out, of_definition, run_attention, view
+from support.kernels_inputs import NanKey, attention, check, in_chunks, lay_out, of_definition, run_attention, view
 from support.msa_strategies import FOURS, RAGGED, Case, cases, dense_attention, prefill
 from support.msa_strategies import GROUPED as TWO_TIMES_TWO
 from support.msa_strategies import attention as definition
@@ -104,15 +104,6 @@ def test_empty_rows_and_empty_selections(options):
     assert np.isneginf(lse).all()
     blocks[1] = case.any_blocks()[1]
     check(attention(case=case, layout="paged", blocks=blocks, **options), of_definition(case, blocks))
-
-
-class NanKey(Case):
-    """A case in which the first key of each row is NaN."""
-
-    def qkv(self, dtype=np.float32):
-        q, k, v = super().qkv(dtype)
-        k[:, 0] = np.nan
-        return q, k, v
 
 
 @every_kernel

@@ -23,7 +23,7 @@ from support import msa_reference as reference
 from support.comparisons import assert_close, assert_same_sets
 from support.insertion import EPS, draw
 from support.insertion import expected as inserted
-from support.kernels_inputs import check, in_chunks, lay_out, of_definition, view
+from support.kernels_inputs import NanKey, check, in_chunks, lay_out, of_definition, view
 from support.msa_strategies import (
     GROUPED,
     ONE_SLOT,
@@ -293,15 +293,6 @@ def test_a_decode_copies_the_pages_of_which_it_reads_a_key(monkeypatch):
     assert 0 < reads.sum() < reads.size
     check(attention(case, "paged", blocks, **ATTENTION["decode"]), of_definition(case, blocks))
     assert sum(copied) == 2 * reads.sum() * SMALL.P * SMALL.H * 4  # in float32
-
-
-class NanKey(Case):
-    """A case in which the first key of each row is NaN."""
-
-    def qkv(self, dtype=np.float32):
-        q, k, v = super().qkv(dtype)
-        k[:, 0] = np.nan
-        return q, k, v
 
 
 @of_attention("decode", "decode in pieces")

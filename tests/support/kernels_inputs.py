@@ -112,3 +112,12 @@ def check(got, expected) -> None:
 def of_definition(case: Case, blocks: np.ndarray):
     args = (*case.qkv(), blocks, case.positions, case.lengths)
     return definition(*args, block_size=case.shape.P, schedule="definition")
+
+
+class NanKey(Case):
+    """A case in which the first key of each row is NaN."""
+
+    def qkv(self, dtype=np.float32):
+        q, k, v = super().qkv(dtype)
+        k[:, 0] = np.nan
+        return q, k, v
