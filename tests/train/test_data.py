@@ -1,6 +1,5 @@
 """The training data: splits, records and their targets, probes, resuming, and errors."""
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -145,12 +144,6 @@ def test_words_of_a_row_are_distinct(corpus: Corpus):
         assert len({word for pair in pairs for word in pair}) == 2 * len(pairs)
 
 
-@pytest.mark.parametrize(("fraction", "share"), [(0.0, 0.0), (1.0, 1.0)])
-def test_recall_fraction(corpus: Corpus, fraction: float, share: float):
-    batch = RecallBatches(corpus, 256, 16, 0, recall_fraction=fraction)[0]
-    assert batch["recall"].any(axis=1).mean() == share
-
-
 def test_a_run_resumes(folder: Path):
     build = partial(Corpus.build, TOKENIZER, "train", progress=False, root=folder)
     first = RecallBatches(build(), 128, 2, 7)
@@ -185,27 +178,3 @@ def test_unfit_tokenizer():
 def test_tokenizer_without_ends():
     with pytest.raises(ValueError, match="no BOS or no EOS"):
         Corpus.build(Tokenizer(TOKENIZER.backend), "validation", progress=False)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seq_len": 63}, "seq_len 63"),
-        ({"batch_size": 0}, "batch_size 0"),
-        ({"seed": -1}, "seed -1"),
-        ({"recall_fraction": 1.5}, "recall_fraction 1.5"),
-        ({"seq_len": 10**7}, "half of the corpus"),
-    ],
-)
-def test_wrong_batches(corpus: Corpus, change: dict, message: str):
-    batches = RecallBatches(corpus, 64, 1, 0)
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(batches, **change)
-
-
-def test_batch_that_does_not_exist(corpus: Corpus):
-    with pytest.raises(IndexError):
-        RecallBatches(corpus, 64, 1, 0)[-1]
-    plain = PlainBatches(corpus, 64, 1)
-    with pytest.raises(IndexError):
-        plain[len(plain)]

@@ -150,21 +150,6 @@ def test_a_row_has_dialogues_then_code_beside_rows_of_the_older_data(corpus):
     np.testing.assert_array_equal(batch["kept"][2:], ~batch["recall"][2:])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(seq_len=511), "seq_len 511"),
-        (dict(batch_size=0), "batch_size 0"),
-        (dict(seed=-1), "seed -1"),
-        (dict(dialogue_fraction=1.5), "dialogue_fraction 1.5"),
-    ],
-)
-def test_wrong_batches(corpus, change, message):
-    given = dict(seq_len=512, batch_size=2, seed=0) | change
-    with pytest.raises(ValueError, match=message):
-        DialogueBatches(corpus, TOKENIZER, TEMPLATE, **given)
-
-
 # The measure
 
 
