@@ -14,6 +14,7 @@ from support.lowering import array, lower, refuse
 from support.tpu_interpreter import STRICT
 
 from m3jax import mxfp8
+from m3jax.make import Frozen
 from m3jax.model.layers import swiglu_oai
 from m3jax.msa.inversion import invert
 from m3jax.mxfp8 import MXFP8Array
@@ -172,6 +173,12 @@ def with_gradients(experts, x, ids, path):
     return on_gpu(experts, x, ids, path), jax.grad(loss, (0, 1))(experts, x)
 
 
+@partial(jax.jit, static_argnums=3)
+def with_gradients_of_tokens(experts, x, ids, path):
+    """The pairs' outputs, and the gradient of the tokens alone: MXFP8 is frozen."""
+    return on_gpu(experts, x, ids, path), jax.grad(lambda x: jnp.sum(on_gpu(experts, x, ids, path) ** 2))(x)
+
+
 @pytest.mark.parametrize("path", [pytest.param("few", marks=pytest.mark.further), "grouped"])
 def test_experts_and_their_gradients_are_those_of_xla(path):
     """The second layer of a stack; of eight experts six are idle, and two have more than a tile."""
@@ -182,6 +189,31 @@ def test_experts_and_their_gradients_are_those_of_xla(path):
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
         assert np.linalg.norm(mine - theirs) <= 2e-3 * np.linalg.norm(theirs)
+
+
+@pytest.mark.further  # test_mxfp8.py has both kernels, a whole model and gradients of products
+@pytest.mark.parametrize("unused", [0, 6])
+def test_experts_in_mxfp8_are_those_of_xla(unused):
+    """All eight experts, none with a whole tile, and two that have more; gradients of tokens through them."""
+    x, ids = choice(unused)
+    with interpret():
+        found = with_gradients_of_tokens(kept_experts(), x, ids, "grouped")
+    for mine, theirs in zip(found, with_gradients_of_tokens(kept_experts(), x, ids, "tiled"), strict=True):
+        mine, theirs = np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
+        assert np.linalg.norm(mine - theirs) <= 2e-3 * np.linalg.norm(theirs)
+
+
+@cache
+def kept_experts():
+    """Experts in MXFP8 whose scales differ from block to block, column to column and expert to expert."""
+    draw = np.random.default_rng(0)
+    drawn = jax.tree.map(lambda leaf: leaf, experts())
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = np.asarray(getattr(drawn, name)[...], np.float32)
+        spread = np.exp2(draw.integers(-3, 4, (*weight.shape[:2], weight.shape[2] // 32, weight.shape[3])))
+        spread_out = jnp.asarray(weight * spread.repeat(32, axis=2) / 4, jnp.bfloat16)
+        setattr(drawn, name, Frozen(jax.jit(mxfp8.quantize)(spread_out)))
+    return drawn
 
 
 def test_the_kernel_s_numbers_are_the_definition_s_under_every_scale():
