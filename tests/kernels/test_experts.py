@@ -257,8 +257,6 @@ def test_experts_in_mxfp8_lower(tokens, tile):
 
 def test_wrong_operands_in_mxfp8_are_refused(unchecked):
     x, gate, up, down, *rest = mxfp8_operands(32, 16)
-    refuse("need \\[L E D F\\] twice", run_mxfp8, x, gate, down, down, *rest)
-    refuse("a scale for every 32 input channels", run_mxfp8, x, gate._replace(scales=down.scales), up, down, *rest)
     refuse("need bfloat16 or float16", run_mxfp8, array(jnp.float32, *x.shape), gate, up, down, *rest)
     refuse("tiles of 8 tokens", run_mxfp8, *mxfp8_operands(32, 8))
     refuse("multiples of 32 and 128", run_mxfp8, *mxfp8_operands(1, 16, hidden=96))
@@ -289,9 +287,6 @@ def test_experts_lower(tokens, tile):
 
 
 def test_wrong_operands_are_refused(unchecked):
-    x, gate, up, down, *rest = operands(32, 16)
-    refuse("need \\[L E D F\\] twice", run, x, gate, down, down, *rest)
-    refuse("need one dtype", run, array(jnp.float32, *x.shape), gate, up, down, *rest)
     refuse("tiles of 8 tokens: need 16, 32, 64 or 128", run, *operands(32, 8))
     refuse("from 6144 to 1000 channels: need multiples of 64 and 128", run, *operands(32, 16, hidden=1000))
 
@@ -312,8 +307,7 @@ def test_few_tokens_lower(tokens):
 
 
 def test_wrong_operands_of_few_tokens_are_refused(unchecked):
-    x, gate, up, down, layer, ids = few_operands(4)
-    refuse("need \\[L E D F\\] twice", run_few_in_bf16, x, gate, down, down, layer, ids)
+    x, gate, up, down, layer, _ = few_operands(4)
     refuse("4 tokens and the choices of 3", run_few_in_bf16, x, gate, up, down, layer, array(jnp.int32, 3, 4))
     refuse("need as many, 1 to 64", run_few_in_bf16, *few_operands(65))
     refuse("need multiples of 64 and 64", run_few_in_bf16, *few_operands(4, hidden=96))

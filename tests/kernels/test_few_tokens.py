@@ -251,8 +251,6 @@ def test_norms_routers_and_shared_experts_lower():
 
 def test_wrong_operands_are_refused(unchecked):
     x, (weight,), layer = operands(4, 8192)
-    refuse("65 rows: need 1 to 64 rows", run, array(jnp.bfloat16, 65, 6144), [weight], layer)
-    refuse("need \\[L I O\\], all of one L, with I = 3072", run, array(jnp.bfloat16, 4, 3072), [weight], layer)
     refuse("x is float32, weights\\[0\\] bfloat16", run, array(jnp.float32, *x.shape), [weight], layer)
     few = partial(run, config=Config(Piece(96, 64, 4, 2)))
     refuse("6144 input channels and 8192 outputs: need multiples of 64 and 96", few, x, [weight], layer)
