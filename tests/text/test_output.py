@@ -402,6 +402,22 @@ def test_pieces_of_a_text_have_5_to_200_characters():
             assert len(run) == 1 or min(len(event.text) for event in run) >= 5, (name, run)
 
 
+def test_an_event_is_as_large_as_fits():
+    """196 characters in grains, and a rest of less than 5 besides; of another kind the next one is an event anew."""
+    sizes = lambda *parts: [len(event.text) for event in ended(parts)]
+
+    def ended(parts):
+        pieces = Pieces()
+        pieces.add("content", None, parts)
+        pieces.end()
+        return pieces.taken()
+
+    singles = {1: [1], 196: [196], 200: [200], 201: [196, 5], 392: [196, 196], 396: [196, 200], 397: [196, 196, 5]}
+    assert {count: sizes(*"x" * count) for count in singles} == singles
+    assert sizes("x" * 100, "x" * 96, "x" * 32) == [196, 32] and sizes("x" * 100, "x" * 97, "x" * 32) == [100, 129]
+    assert sizes("7" * 300) == [300] and sizes("7" * 300, "xxxx") == [304] and sizes() == []
+
+
 @given(st.lists(st.integers(1, 33), max_size=12))
 def test_what_waits_is_the_least_end_that_can_be_an_event(sizes):
     """By the definition, after each grain: the rest was given out as soon as it was an event too."""
