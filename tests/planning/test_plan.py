@@ -132,11 +132,14 @@ def test_the_draft_is_its_file_and_its_keys():
     assert whole - memory(full("h200:8", draft=odd), sizes("context=8")).draft == shared * 7 / 8
 
 
-def test_the_data_axis_divides_a_chunk():
-    """Attention's parts are joined over it."""
-    batched = full("h200:8", batch=8)
-    whole, part = (evaluate(batched, parse_sizes(mesh, batched)).prefill for mesh in ("tensor=8", "data=8"))
-    assert part.sent > 0 and part.flops < 8 * whole.flops
+def test_three_axes_share_out_a_chunk_alike():
+    """Data, context and expert: pairs of a token and an expert, and attention, whose parts are joined."""
+    planned = full("h200:8", batch=8)
+    data, context, expert = (
+        evaluate(planned, parse_sizes(f"{axis}=8", planned)).prefill for axis in ("data", "context", "expert")
+    )
+    assert data.flops == pytest.approx(context.flops, rel=1e-3) and context.flops == pytest.approx(expert.flops)
+    assert data.sent == context.sent > 0
 
 
 def bytes_read(**types) -> float:
