@@ -8,13 +8,12 @@ measured in OUT/report.json. See docs/tiny.md.
 """
 
 import argparse
-import json
 import sys
 import time
 from functools import cache
 
 import optax
-from tiny.arguments import add_run_arguments, add_tuning_arguments, keep_model, mismatch
+from tiny.arguments import add_run_arguments, add_tuning_arguments, corpora, keep_model, keep_report, mismatch
 from tiny.corpus import Corpus
 from tiny.dialogues import DialogueBatches, measure_dialogues
 from tiny.losses import KEYS, TinyLoss
@@ -40,19 +39,15 @@ def main(argv: list[str] | None = None) -> None:
     if reason := mismatch(args.out, {name: getattr(args, name) for name in names} | {"model": str(args.model)}):
         parser.error(reason)
     tokenizer, template = Tokenizer.from_pretrained(args.model), ChatTemplate.from_folder(args.model)
-    corpora = {
-        split: Corpus.build(tokenizer, split, cache=args.out / f"{split}.npz", root=args.sources)
-        for split in ("train", "validation")
-    }
+    splits = corpora(tokenizer, args)
     begin = time.perf_counter()
-    state = train(args, corpora["train"], tokenizer, template)
+    state = train(args, splits["train"], tokenizer, template)
     print(f"trained in {time.perf_counter() - begin:.0f} s", flush=True)
     model = keep_model(state.model, args.model, args.out / "model")
     begin = time.perf_counter()
-    report = measure(fuse(model), corpora["validation"], args.short, False)
-    report["dialogues"] = measure_dialogues(model, corpora["validation"], tokenizer, template, args.short)
-    (args.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-    print(json.dumps(report, indent=2))
+    report = measure(fuse(model), splits["validation"], args.short, False)
+    report["dialogues"] = measure_dialogues(model, splits["validation"], tokenizer, template, args.short)
+    keep_report(report, args.out)
     print(f"measured in {time.perf_counter() - begin:.0f} s", flush=True)
 
 

@@ -8,7 +8,6 @@ Writes the draft in the hub's layout to OUT/draft, and what was measured to OUT/
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from tiny.arguments import corpora, keep_report
 from tiny.corpus import Corpus
 
 import m3jax
@@ -63,23 +63,19 @@ def main(argv: list[str] | None = None) -> None:
     sizes = SHORT if args.short else dataclasses.replace(Sizes(), **{"steps": args.steps} if args.steps else {})
     model = m3jax.load()
     tokenizer = Tokenizer.from_pretrained(embedded_path())
-    corpora = {
-        split: Corpus.build(tokenizer, split, cache=args.out / f"{split}.npz", root=args.sources)
-        for split in ("train", "validation")
-    }
+    splits = corpora(tokenizer, args)
     begin = time.perf_counter()
     written = continuations(
-        model, beginnings(corpora["train"], sizes.rows, sizes.length, args.seed), length=sizes.length,
+        model, beginnings(splits["train"], sizes.rows, sizes.length, args.seed), length=sizes.length,
         temperatures=TEMPERATURES, batch=sizes.decoding,
     )  # fmt: skip
     print(f"{written.size} tokens of continuations in {time.perf_counter() - begin:.0f} s", flush=True)
-    draft = train(model, corpora["train"], written, sizes, args)
+    draft = train(model, splits["train"], written, sizes, args)
     save_draft(draft, args.out / "draft")
     begin = time.perf_counter()
     report = {"parameters": sum(x.size for x in jax.tree.leaves(draft))}
-    report |= {f"temperature {t}": measure(model, draft, corpora["validation"], sizes, t) for t in (0.0, 0.7, 1.0)}
-    (args.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-    print(json.dumps(report, indent=2))
+    report |= {f"temperature {t}": measure(model, draft, splits["validation"], sizes, t) for t in (0.0, 0.7, 1.0)}
+    keep_report(report, args.out)
     print(f"measured in {time.perf_counter() - begin:.0f} s", flush=True)
 
 

@@ -9,27 +9,24 @@ measured in OUT/report.json. See docs/tiny.md.
 
 import argparse
 import dataclasses
-import json
-import shutil
 import sys
 import time
 from functools import cache
 
 import optax
-from tiny.arguments import FILES, add_run_arguments, mismatch
+from tiny.arguments import add_run_arguments, corpora, keep_model, keep_report, mismatch
 from tiny.corpus import Corpus
 from tiny.data import RecallBatches
 from tiny.losses import KEYS, TinyLoss
 from tiny.measure import measure
 
 from m3jax.assets import embedded_path
-from m3jax.checkpoint import save
 from m3jax.config import M3Config
 from m3jax.model import init
 from m3jax.text import Tokenizer
 from m3jax.train.fused import fuse
-from m3jax.train.run import Stage, run_stages, under
-from m3jax.train.step import TrainState, cast_weights, init_state, make_optimizer
+from m3jax.train.run import Stage, run_stages
+from m3jax.train.step import TrainState, init_state, make_optimizer
 
 CONFIG = M3Config(
     vocab_size=2048, hidden_size=192, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
@@ -60,21 +57,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.dense:
         stages = tuple(dataclasses.replace(s, sparse=False) for s in stages)
     tokenizer = Tokenizer.from_pretrained(embedded_path())
-    corpora = {
-        split: Corpus.build(tokenizer, split, cache=args.out / f"{split}.npz", root=args.sources)
-        for split in ("train", "validation")
-    }
+    splits = corpora(tokenizer, args)
     begin = time.perf_counter()
-    state = train(args, stages, corpora["train"])
+    state = train(args, stages, splits["train"])
     print(f"trained in {time.perf_counter() - begin:.0f} s", flush=True)
-    model = cast_weights(under(state.model, "dense" if args.dense else "mask"), "bfloat16")
-    save(model, args.out / "model")
-    for name in FILES:
-        shutil.copy(embedded_path() / name, args.out / "model" / name)
+    model = keep_model(state.model, embedded_path(), args.out / "model", "dense" if args.dense else "mask")
     begin = time.perf_counter()
-    report = measure(fuse(model), corpora["validation"], args.short, args.dense)
-    (args.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-    print(json.dumps(report, indent=2))
+    report = measure(fuse(model), splits["validation"], args.short, args.dense)
+    keep_report(report, args.out)
     print(f"measured in {time.perf_counter() - begin:.0f} s", flush=True)
 
 

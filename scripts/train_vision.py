@@ -9,7 +9,6 @@ measured in OUT/report.json. See docs/tiny.md.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from tiny.arguments import add_run_arguments, add_tuning_arguments, keep_model, mismatch
+from tiny.arguments import add_run_arguments, add_tuning_arguments, corpora, keep_model, keep_report, mismatch
 from tiny.corpus import Corpus
 from tiny.dialogues import DialogueBatches, measure_dialogues
 from tiny.losses import KEYS, TinyLoss
@@ -75,24 +74,20 @@ def main(argv: list[str] | None = None) -> None:
     if reason := mismatch(args.out, {name: getattr(args, name) for name in names} | {"model": str(args.model)}):
         parser.error(reason)
     tokenizer, template = Tokenizer.from_pretrained(args.model), ChatTemplate.from_folder(args.model)
-    splits = ("train", "validation") if args.train == "all" else ()
-    corpora = {
-        split: Corpus.build(tokenizer, split, cache=args.out / f"{split}.npz", root=args.sources) for split in splits
-    }
+    splits = corpora(tokenizer, args) if args.train == "all" else {}
     base = m3jax.load(args.model, dtype="float32")
     begin = time.perf_counter()
-    state = train(args, base, corpora.get("train"), tokenizer, template)
+    state = train(args, base, splits.get("train"), tokenizer, template)
     print(f"trained in {time.perf_counter() - begin:.0f} s", flush=True)
     model = keep_model(state.model, args.model, args.out / "model")
     begin = time.perf_counter()
     report = measure_pictures(fuse(model), tokenizer, template, 1 if args.short else MEASURED)
     if args.train == "all":
-        report |= measure(fuse(model), corpora["validation"], args.short, False)
-        report["dialogues"] = measure_dialogues(model, corpora["validation"], tokenizer, template, args.short)
+        report |= measure(fuse(model), splits["validation"], args.short, False)
+        report["dialogues"] = measure_dialogues(model, splits["validation"], tokenizer, template, args.short)
     else:
         report["text_is_unchanged"] = is_same_text(model, cast_weights(base, "bfloat16"))
-    (args.out / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-    print(json.dumps(report, indent=2))
+    keep_report(report, args.out)
     print(f"measured in {time.perf_counter() - begin:.0f} s", flush=True)
 
 

@@ -4,15 +4,14 @@
     bench.py compile --runs demo             # scripts/demo.py, each program's seconds, cold and then warm
     bench.py compile --runs prompt           # m3jax.generate with four tokens, without a draft and with one
 
-Each measurement but the first is a process of its own, under the XLA_FLAGS of this one. Whatever has not begun when the
-seconds are over is left out. `bench.py engine` says what an engine's warm-up takes.
+Each measurement but the first is a process of its own, under the XLA_FLAGS of this one. `bench.py engine` says what an
+engine's warm-up takes.
 """
 
 import contextlib
 import io
 import resource
 import runpy
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,20 +23,18 @@ USES_DEVICE = False  # the processes have it
 RUNS = {"demo": ("cold", "warm"), "prompt": ("cold", "warm", "with-a-draft")}
 OPTIONS = dict(
     runs=Option(["trace"], "Measurements", smoke=["trace"], choices=("trace", *RUNS)),
-    seconds=Option(600.0, "Seconds for all processes together"),
 )
 
 
 def measure(args):
     """Yield a row for each program that is traced, or compiled in a process of its own."""
-    deadline = time.perf_counter() + args.seconds
     for what in args.runs:
         if what == "trace":
             yield from trace_full_model()
             continue
         with tempfile.TemporaryDirectory() as folder:
             for state in RUNS[what]:
-                yield from measure_process(args, f"{what} {state}", folder, deadline)
+                yield from measure_process(args, f"{what} {state}", folder)
 
 
 def trace_full_model():
@@ -66,19 +63,11 @@ def trace_full_model():
                "lower, s": time.perf_counter() - middle}  # fmt: skip
 
 
-def measure_process(args, what: str, folder: str, deadline: float):
+def measure_process(args, what: str, folder: str):
     """Yield what one run takes in a new process that keeps what it compiles in a folder."""
-    if (remaining := deadline - time.perf_counter()) < 5:
-        yield f"{what}: left out, no time is left"
-        return
     environment = dict(M3JAX_CACHE_DIR=folder, M3JAX_PROGRESS="0", JAX_COMPILATION_CACHE_DIR=None)
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    process = start_part(args, what, env=environment)
-    try:
-        rows = rows_of(process, remaining)
-    except subprocess.TimeoutExpired:
-        yield f"{what}: not done after {remaining:.0f} s"
-        return
+    rows = rows_of(start_part(args, what, env=environment))
     after, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - began
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     yield {"run": what, "program": "the process", "s": seconds, "of CPU time": cpu}

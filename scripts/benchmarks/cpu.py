@@ -1,8 +1,6 @@
-"""Prefill and decode on a CPU beside transformers or llama.cpp, in one process and by turns .
+"""Prefill and decode on a CPU beside transformers or llama.cpp, in one process and by turns.
 
     bench.py cpu                                             # 8,192 tokens in float32, beside transformers' sdpa
-    bench.py cpu --beside sdpa eager --repeats 1             # one prefill and one decode of each
-    bench.py cpu --growth                                    # how our prefill grows from 2k to 64k
     bench.py cpu --beside llama.cpp --models bench embedded --dtypes float32 bfloat16
     taskset -c 0 python scripts/bench.py cpu --beside llama.cpp --clock cpu --tokens 4096 --repeats 2
 
@@ -41,14 +39,12 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 UBATCHES = (128, 256, 512, 1024, 2048)
 CACHES = {"float32": ("f32", "f16"), "bfloat16": ("f32", "f16", "bf16")}
 OPTIONS = dict(
-    beside=Option(["sdpa"], "Peers", smoke=["sdpa"], choices=("eager", "sdpa", "llama.cpp")),
+    beside=Option(["sdpa"], "Peers", smoke=["sdpa"], choices=("sdpa", "llama.cpp")),
     models=Option(["bench"], "Weights", choices=("bench", "embedded")),
     dtypes=Option(["float32"], "Dtypes of weights and of our activations; llama.cpp's are float32", choices=[*CACHES]),
     tokens=Option(8192, "Tokens of a prompt, as far as the embedded model's context holds them", smoke=300),
     new_tokens=Option(64, "New tokens of one round", smoke=8),
-    threads=Option(CORES, "Threads of llama.cpp; XLA takes what the process may use"),
     clock=Option("wall", "Wall time, or processor time of one thread", choices=[*CLOCKS]),
-    growth=Option(False, "Time our prefill from 2,048 to 65,536 tokens, and nothing else"),
 )
 
 
@@ -78,21 +74,13 @@ class Ours:
         self._engine.forget(self._handle)
         return seconds / count
 
-    def warm(self, prompt: Sequence[int]) -> None:
-        """Run a round that does not count: memory is touched for the first time."""
-        self.prefill(prompt)
-        self.decode(1)
-
-    def close(self) -> None:
-        """Free nothing: the engine is this process's."""
-
 
 class LlamaCppText:
     """llama.cpp with one dtype of keys and values."""
 
     def __init__(self, path: Path, length: int, new_tokens: int, args: Any, ubatch: int, cache: str):
         self._clock, self.name = CLOCKS[args.clock], f"llama.cpp {cache} n_ubatch {ubatch}"
-        self._peer = LlamaCpp(path, length + new_tokens + 1, threads=args.threads, ubatch=ubatch, cache=cache)
+        self._peer = LlamaCpp(path, length + new_tokens + 1, threads=CORES, ubatch=ubatch, cache=cache)
 
     def prefill(self, prompt: Sequence[int]) -> float:
         """Return the seconds until the logits of the prompt's last token."""
@@ -107,11 +95,6 @@ class LlamaCppText:
         self._peer.greedy(self._logits, new_tokens)
         return (self._clock() - began) / new_tokens
 
-    def warm(self, prompt: Sequence[int]) -> None:
-        """Run a round that does not count: memory is touched for the first time."""
-        self.prefill(prompt)
-        self.decode(1)
-
     def close(self) -> None:
         """Free its memory."""
         self._peer.close()
@@ -120,15 +103,12 @@ class LlamaCppText:
 def measure(args):
     """Yield a row for each implementation, of each model in each dtype."""
     is_llama = "llama.cpp" in args.beside
-    if args.clock == "cpu" and max(args.threads, CORES) > 1:
-        raise ValueError(f"--clock cpu with {max(args.threads, CORES)} threads: give one core, as taskset -c 0 does")
+    if args.clock == "cpu" and CORES > 1:
+        raise ValueError(f"--clock cpu with {CORES} cores: give one, as taskset -c 0 does")
     if not is_llama and (args.models, args.dtypes) != (["bench"], ["float32"]):
         raise ValueError("transformers runs the bench model in float32 alone")
     for package in ("gguf", "llama_cpp") if is_llama else ():
         imported(package)
-    if args.growth:
-        yield from growth()
-        return
     for name in args.models:
         for dtype in args.dtypes:
             model = models.build("tiny" if name == "embedded" else name, dtype=dtype)
@@ -136,28 +116,20 @@ def measure(args):
                 yield from compare(name, model, dtype, Path(folder) / "model.gguf", args)
 
 
-def growth():
-    """Yield the time of our prefill by the prompt's length."""
-    model, draw = models.build("bench"), np.random.default_rng(0)
-    for length in (1 << power for power in range(11, 17)):
-        prompt = draw.integers(2, model.config.vocab_size, length).tolist()
-        seconds = Ours(model, prompt, 1, time.perf_counter).prefill(prompt)
-        yield {"tokens": length, "prefill, s": seconds, "us a token": 1e6 * seconds / length}
-
-
 def compare(name: str, model: M3, dtype: str, path: Path, args):
     """Yield the rows of one model in one dtype."""
     length = min(args.tokens, model.config.max_position_embeddings - args.new_tokens - 1)
     prompts = prompts_of([length] * (args.repeats + 1), model.config.vocab_size, name == "embedded")
     ours = Ours(model, prompts[0], args.new_tokens, CLOCKS[args.clock])
-    peers = [TransformersText(model.config, dtype, attention=kind) for kind in args.beside if kind != "llama.cpp"]
+    peers = [TransformersText(model.config, dtype)] if "sdpa" in args.beside else []
     if "llama.cpp" in args.beside:
         convert(model, path, dtype)
         ubatch = fastest_ubatch(path, prompts[0][: min(length, 2048)], args)
         peers += [LlamaCppText(path, length, args.new_tokens, args, ubatch, cache) for cache in CACHES[dtype]]
     sides = [ours, *peers]
-    for side in sides:
-        side.warm(prompts[0])
+    for side in sides:  # a round that does not count: memory is touched for the first time
+        side.prefill(prompts[0][:256] if isinstance(side, TransformersText) else prompts[0])
+        side.decode(1)
     prefills, steps = [], []  # a row a round, a column a side
     for prompt in prompts[1:]:
         prefills.append([side.prefill(prompt) for side in sides])
@@ -177,7 +149,8 @@ def compare(name: str, model: M3, dtype: str, path: Path, args):
             each = " ".join(f"{ratio:.2f}" for ratio in ratios)
             yield f"{what}: llama.cpp's best takes {statistics.median(ratios):.2f} times ours (rounds: {each})"
     for side in sides:
-        side.close()
+        if isinstance(side, LlamaCppText):
+            side.close()
 
 
 def fastest_ubatch(path: Path, prompt: Sequence[int], args) -> int:

@@ -15,33 +15,31 @@ kernel: kernels are traced in calls of their own, and their time is divided by t
 """
 
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from benchmarks.harness import HERE, Option
+from benchmarks.harness import Option, rows_of, start_part
 from benchmarks.models import (
     NAMES,
     SUFFIX,
     build,
     engine_sizes,
     first_token,
+    four_layers,
     greedy,
     prompt,
     random_tokens,
     start,
     step_seconds,
 )  # fmt: skip
-from benchmarks.timing import Kernels, kernel_times, mean, traced
+from benchmarks.timing import Kernels, copy_rate, mean, product_rate, traced
 from m3jax import M3Config
 from m3jax.decoding import Engine, PromptLookup
 from m3jax.model import M3
-from m3jax.planning.chips import CHIPS
 
 USES_DEVICE = False  # transformers goes first; `measure` names the device
 OPTIONS = dict(
@@ -53,13 +51,9 @@ OPTIONS = dict(
     verify_rows=Option(1, "Requests of the engines that verify"),
     chunks=Option([256, 2048], "Tokens of a prefill call", smoke=[256]),
     steps=Option(16, "Decode steps of a device call", smoke=4),
-    kv_dtype=Option(None, "Storage type of keys and values", type=str),
-    index_dtype=Option(None, "Storage type of index keys", type=str),
-    device_pages=Option(None, "Pages on the device, with keys and values in host memory", type=int),
     weights=Option("dequantize", "Storage of weights", choices=("dequantize", "mxfp8")),
     ahead=Option("default", "Launch of a call before the last one is read", choices=("default", "on", "off", "both")),
     transformers=Option(False, "Run transformers on the prompts first"),
-    kernels=Option(0, "Number of kernels of each call to show, by their time"),
 )
 
 
@@ -68,13 +62,12 @@ def measure(args):
     if args.transformers:  # in a process of its own: the card does not hold both
         if args.model != "m3":
             raise ValueError("--transformers runs the layers of --model m3")
-        command = [sys.executable, str(HERE.parent / "bench.py"), "transformers", "--prompts", *map(str, args.chunks)]
-        subprocess.run(command, check=False)
+        with start_part(args, "transformers") as process:
+            yield from rows_of(process)
     model = build(args.model, args.weights)
     config = model.config
     make = lambda rows, **more: Engine(
-        model, steps_per_call=args.steps, kv_dtype=args.kv_dtype, index_dtype=args.index_dtype,
-        device_pages=args.device_pages,
+        model, steps_per_call=args.steps,
         **engine_sizes(config, args.prefix, args.new_tokens, rows) | dict(prefill_chunk=max(args.chunks)) | more,
     )  # fmt: skip
     # Not by `build_engine`: they are compiled side by side, and its compile cache is a setting of the whole process.
@@ -89,22 +82,20 @@ def measure(args):
         for done in warm:
             done.result()
 
-    copied, multiplied = copy_rate(), product_rate(model)
+    copied, multiplied = copy_rate(), product_rate(model.dtype)
     yield (
         f"{jax.devices()[0].device_kind}: a copy moves {copied / 1e9:.0f} GB/s, a product computes "
         f"{multiplied / 1e12:.2f} TFLOP/s; {of_chunks.bytes_per_token:.0f} bytes of cache a token; compiled in "
         f"{max(engine.timings.compile_seconds for engine in engines.values()):.0f} s, all side by side"
     )
 
-    def rows_of(work: str, seconds: float, kernels: Kernels, num_bytes: float = 0.0, flops: float = 0.0):
+    def row(work: str, seconds: float, kernels: Kernels, num_bytes: float = 0.0, flops: float = 0.0) -> dict:
         bound = num_bytes / copied or flops / multiplied
-        yield {
+        return {
             "call": work, "ms": 1e3 * seconds, "bound, ms": 1e3 * bound, "of bound": bound / seconds,
             "GB": num_bytes / 1e9 or None, "TFLOP": flops / 1e12 or None,
             "busy": kernels.busy / seconds if kernels.calls else None, "kernels": kernels.calls.total() or None,
         }  # fmt: skip
-        for name, of_kernel in kernels.seconds.most_common(args.kernels):
-            yield {"kernel": name[:90], "us": 1e6 * of_kernel, "calls": kernels.calls[name]}
 
     prefix = random_tokens(config, args.prefix, 0)
     for engine in engines.values():
@@ -118,7 +109,7 @@ def measure(args):
             engine._scheduler._dispatches_ahead = is_ahead
             seconds, kernels, tokens = decode(engine, prefix, rows, args)
             work = what + (", ahead" if is_ahead and args.ahead != "default" else "")
-            yield from rows_of(work, seconds, kernels, num_bytes=step_bytes(model, rows, 1 + draft_tokens, args))
+            yield row(work, seconds, kernels, num_bytes=step_bytes(model, rows, 1 + draft_tokens, args))
             drawn.append(tokens)
         if any(tokens != drawn[0] for tokens in drawn):
             raise SystemExit(f"{what}: other tokens where calls are launched ahead")
@@ -127,10 +118,25 @@ def measure(args):
         run = lambda seed, length=length: first_token(of_chunks, random_tokens(config, length, length + seed))
         run(0)
         seconds, kernels = statistics.median(run(seed) for seed in (1, 2, 3)), traced(lambda run=run: run(4))
-        yield from rows_of(what, seconds, kernels, flops=chunk_flops(model, length))
-    for engine in engines.values():
-        if engine.offload:
-            yield f"offload: {engine.offload}"
+        yield row(what, seconds, kernels, flops=chunk_flops(model, length))
+
+
+def part(args):
+    """Yield the time of transformers' prompts, read twice of which the second counts, and of a token behind each."""
+    from benchmarks.transformers_peer import TransformersText
+
+    config, draw = four_layers(), np.random.default_rng(0)
+    peer = TransformersText(config, "bfloat16", "cuda")
+    for length in args.chunks:
+        prompt = draw.integers(2, config.vocab_size, length).tolist()
+        try:
+            seconds = [peer.prefill(prompt) for _ in range(2)][1]
+            step = peer.decode(16)
+        except RuntimeError as error:  # torch's OutOfMemoryError is one
+            print(f"{length} tokens: {str(error).splitlines()[0][:200]}", file=sys.stderr)
+            continue
+        yield {"transformers": f"{length} tokens", "ms": 1e3 * seconds, "tokens/s": length / seconds,
+               "ms a token": 1e3 * step}  # fmt: skip
 
 
 def decode(engine: Engine, prefix: list[int], rows: int, args) -> tuple[float, Kernels, list]:
@@ -156,41 +162,6 @@ def decode(engine: Engine, prefix: list[int], rows: int, args) -> tuple[float, K
 # Bounds
 
 
-def copy_rate() -> float:
-    """Return the bytes a second that a copy reads and writes.
-
-    Raises:
-      SystemExit: The device cannot have that rate: it is more than its maker says, or less than a tenth of it.
-    """
-    x = jnp.arange(1 << (26 if jax.default_backend() == "cpu" else 29), dtype=jnp.int32)
-    if jax.default_backend() == "cpu":
-        return 2 * x.nbytes / seconds_of(jnp.copy, x)
-    # On the device's own clock: the host's has what stands between two calls, which can be longer than a copy.
-    microseconds, _ = kernel_times(jnp.copy, [(x,)], 6)
-    rate, kind = 2 * x.nbytes / microseconds * 1e6, jax.devices()[0].device_kind
-    known = [chip.hbm_rate for chip in CHIPS.values() if chip.name in kind.lower()]
-    if known and not known[0] / 10 <= rate <= known[0]:
-        raise SystemExit(f"a copy moves {rate / 1e9:.0f} GB/s, and a {kind} {known[0] / 1e9:.0f}: this is no bound")
-    return rate
-
-
-def product_rate(model: M3) -> float:
-    """Return the floating-point operations a second of a large product, in the model's dtype."""
-    size = 1024 if jax.default_backend() == "cpu" else 8192
-    x = jax.random.normal(jax.random.key(0), (size, size)).astype(model.dtype)
-    if jax.default_backend() == "cpu":
-        return 2 * size**3 / seconds_of(jax.jit(jnp.dot), x, x)
-    return 2 * size**3 / kernel_times(jax.jit(jnp.dot), [(x, x)], 10)[0] * 1e6
-
-
-def seconds_of(fn: Callable, *args: jax.Array, calls: int = 10) -> float:
-    """Return the seconds of one call among some that the device runs one after the other."""
-    jax.block_until_ready(fn(*args))
-    began = time.perf_counter()
-    jax.block_until_ready([fn(*args) for _ in range(calls)][-1])
-    return (time.perf_counter() - began) / calls
-
-
 def step_bytes(model: M3, rows: int, tokens: int, args) -> float:
     """Return the bytes that a step must read: weights that its tokens use, keys and values that each row attends to.
 
@@ -199,12 +170,11 @@ def step_bytes(model: M3, rows: int, tokens: int, args) -> float:
     config, length = model.config, args.prefix + SUFFIX
     unused = (1 - config.num_experts_per_tok / config.num_local_experts) ** (rows * tokens)
     every_token, experts = sum_weights(model, lambda x: x.nbytes)
-    item = lambda dtype: jnp.dtype(dtype or model.dtype).itemsize
-    pair = 2 * config.num_key_value_heads * config.head_dim * item(args.kv_dtype)  # a key and a value
+    pair = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize  # a key and a value
     selected = min(length, config.index_topk_blocks * config.index_block_size)
     of_row = 0
     for stack in config.stacks:
-        index = length * config.index_head_dim * item(args.index_dtype)
+        index = length * config.index_head_dim * model.dtype.itemsize
         of_row += stack.num_layers * (index + selected * pair if stack.is_sparse else length * pair)
     return every_token + model.lm_head.nbytes + experts * (1 - unused) + rows * of_row
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import Option
-from benchmarks.timing import kernel_times
+from benchmarks.timing import copy_rate, kernel_times, product_rate
 from m3jax.cache import LayerCall, Places, Scales, StackCache
 from m3jax.execution import Projections
 from m3jax.model.layers import swiglu_oai
@@ -43,7 +43,6 @@ INSERT = [(1, 1), (8, 1), (32, 1), (8, 4), (1, 2048), (1, 8192)]  # rows, tokens
 Rows = Iterator[dict]
 OPTIONS = dict(
     only=Option("", "Text that the shapes' names have: a part of insert, experts, dense, projections, prefill, decode"),
-    no_dense=Option(False, "Leave dense attention out"),
 )
 
 
@@ -51,12 +50,11 @@ def measure(args):
     """Yield a row for each kernel and shape."""
     if jax.default_backend() != "gpu":
         raise ValueError(f"jax runs on {jax.default_backend()!r} here: this needs an NVIDIA GPU and jax[cuda13]")
-    peak, bandwidth = ceilings()
+    peak, bandwidth = product_rate("bfloat16") / 1e6, copy_rate() / 1e6  # a microsecond
     yield f"ceilings measured now: {peak / 1e6:.0f} TFLOP/s in bfloat16, {bandwidth / 1e6:.2f} TB/s copied"
     for s in (*PREFILL, *DECODE):
         if args.only in s.name:
-            rows = prefill(s, peak, args.no_dense) if s in PREFILL else decode(s, bandwidth, args.no_dense)
-            yield from rows
+            yield from prefill(s, peak) if s in PREFILL else decode(s, bandwidth)
     for batch, queries in INSERT if args.only in "insert" else ():
         yield from insert(batch, queries, bandwidth)
     if args.only in "experts":
@@ -139,7 +137,7 @@ def draw_mxfp8(key, shape: tuple[int, ...], exponent: int) -> MXFP8Array:
 # Attention
 
 
-def prefill(s: Shape, peak: float, no_dense: bool) -> Rows:
+def prefill(s: Shape, peak: float) -> Rows:
     """Yield the index kernel, each schedule of attention over near and random selections, their sums, and cuDNN."""
     at = jnp.arange(s.context - s.queries, s.context, dtype=jnp.int32)[None], jnp.array([s.context], jnp.int32)
     index_q, index_k = drifting(s), normal(1, 1, s.context, s.width)
@@ -160,17 +158,16 @@ def prefill(s: Shape, peak: float, no_dense: bool) -> Rows:
             total[label] = index + min(us, total.get(label, np.inf) - index)
     for label, us in total.items():
         yield row(s.name, f"total, {label}", us)
-    if not no_dense:
-        keys, values = (x.swapaxes(1, 2) for x in (k, v))
-        # Of a chunk without a mask, since cuDNN's causal one starts at the first key.
-        unmasked = lambda q, k, v, lengths: jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-        attend = cudnn_causal if s.queries == s.context else unmasked
-        us, _ = kernel_times(jax.jit(attend), [(q, keys, values, at[1])], 2)
-        note = f"{us / total['near']:.2f}x the time of near selections"
-        yield row(s.name, "dense, cuDNN", us, s.dense_flops / peak, note=note)
+    keys, values = (x.swapaxes(1, 2) for x in (k, v))
+    # Of a chunk without a mask, since cuDNN's causal one starts at the first key.
+    unmasked = lambda q, k, v, lengths: jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+    attend = cudnn_causal if s.queries == s.context else unmasked
+    us, _ = kernel_times(jax.jit(attend), [(q, keys, values, at[1])], 2)
+    note = f"{us / total['near']:.2f}x the time of near selections"
+    yield row(s.name, "dense, cuDNN", us, s.dense_flops / peak, note=note)
 
 
-def decode(s: Shape, bandwidth: float, no_dense: bool) -> Rows:
+def decode(s: Shape, bandwidth: float) -> Rows:
     """Yield the index kernel with index keys of either dtype, attention over selected blocks, sums, and all of it."""
     at = (
         jnp.broadcast_to(jnp.arange(s.context - s.queries, s.context, dtype=jnp.int32), (s.batch, s.queries)),
@@ -209,8 +206,6 @@ def decode(s: Shape, bandwidth: float, no_dense: bool) -> Rows:
         for name, of_index in index.items():
             yield row(s.name, f"sum, {label}, index keys in {name}", of_index + us)
         totals.append(index["bf16"] + us)
-    if no_dense:
-        return
     k, v = (normal(i, s.batch * s.blocks, s.kv_heads, s.block_size, s.width) for i in (3, 4))
     attend = jax.jit(lambda q, k, v, table, *at: dense_decode(
         q, paged(k, table), paged(v, table), *at, kv_heads=s.kv_heads, backend="triton")[0])  # fmt: skip
@@ -367,12 +362,3 @@ def projections(peak: float, bandwidth: float) -> Rows:
             size = numbers * number_bytes
             floor = max(size / bandwidth, 2 * rows * numbers / peak)
             yield row(f"projections of {rows:,} rows", name, us, floor, size=size, kernels=len(kernels))
-
-
-def ceilings() -> tuple[float, float]:
-    """Return multiply-add operations a microsecond of a bfloat16 matrix product, and bytes of a copy."""
-    a, b = normal(0, 8192, 8192), normal(1, 8192, 8192)
-    us, _ = kernel_times(jax.jit(lambda a, b: a @ b), [(a, b)], 10)
-    x = normal(2, 1 << 30)
-    copy, _ = kernel_times(jnp.copy, [(x,)], 6)
-    return 2 * 8192**3 / us, 4 * (1 << 30) / copy

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = Report(args, environment(subject))
         for row in subject.measure(args):
             report.add(row)
-    except ValueError as error:
+    except (ValueError, ChildProcessError) as error:
         print(f"bench.py {name}: {error}", file=sys.stderr)
         return ERROR
     return 0
@@ -194,27 +194,13 @@ def start_part(
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def rows_of(process: subprocess.Popen, timeout: float | None = None) -> list[dict]:
+def rows_of(process: subprocess.Popen) -> list[dict]:
     """Wait for a part and return its rows.
 
     Raises:
       ChildProcessError: It failed; its stderr has said why.
-      subprocess.TimeoutExpired: It was killed after the timeout.
     """
-    try:
-        output = process.communicate(timeout=timeout)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        raise
+    output = process.communicate()[0]
     if process.returncode:
         raise ChildProcessError(f"ended with status {process.returncode}: see above")
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-
-
-def by_turns(calls: Mapping[str, Callable[[], float]], repeats: int) -> Iterator[dict[str, float]]:
-    """Call each function in turn, a first time that does not count and then `repeats` times; yield what they return."""
-    for turn in range(repeats + 1):
-        found = {name: call() for name, call in calls.items()}
-        if turn:
-            yield found

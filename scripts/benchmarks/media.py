@@ -4,9 +4,9 @@
     bench.py media --seconds 1
 
 One thread each, by turns; times are the process's, so that other work on the machine is not in them. "theirs" is
-torchvision's resize of bytes (torch's own where only that is installed), and transformers' processor for all else,
-which needs torch and torchvision (pip install torchvision, of the build that torch is of); without them our own columns
-stand alone. Where both run, their patches are compared: the status is 1 where they differ.
+torchvision's resize of bytes, and transformers' processor for all else; without torch and torchvision (pip install
+torchvision, of the build that torch is of) our own columns stand alone. Where both run, their patches are compared: the
+status is 1 where they differ.
 """
 
 import os
@@ -85,18 +85,15 @@ def decoded(data: bytes) -> np.ndarray:
 
 
 def their_resize(pixels: np.ndarray, target: tuple[int, int]) -> Callable[[], Any] | None:
-    """torchvision's resize of the same bytes, or torch's, if there is one."""
+    """torchvision's resize of the same bytes, if it is installed."""
     try:
         import torch
+        from torchvision.transforms.v2 import InterpolationMode
+        from torchvision.transforms.v2.functional import resize_image
     except ModuleNotFoundError:
         return None
     torch.set_num_threads(1)
     planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    try:
-        from torchvision.transforms.v2 import InterpolationMode
-        from torchvision.transforms.v2.functional import resize_image
-    except ModuleNotFoundError:
-        return lambda: torch.nn.functional.interpolate(planes, tuple(target), mode="bicubic", antialias=True)
     return lambda: resize_image(planes, list(target), InterpolationMode.BICUBIC, antialias=True)
 
 

@@ -46,6 +46,7 @@ from clients import ServerProcess, Streamed, free_port, streamed
 from benchmarks.harness import CORES, HERE, Option
 from benchmarks.models import greedy
 from m3jax.assets import embedded_path
+from m3jax.decoding import Engine
 from m3jax.evaluate.words import WORDS
 from m3jax.text import Tokenizer
 
@@ -62,12 +63,6 @@ class Limits:
     first: float
     token: float
 
-    @classmethod
-    def parsed(cls, text: str) -> "Limits":
-        """Read FIRST:TOKEN, such as 10:0.3; inf is none."""
-        first, token = text.split(":")
-        return cls(float(first), float(token))
-
     def __str__(self) -> str:
         return f"{self.first:g}:{self.token:g}"
 
@@ -77,6 +72,8 @@ class Limits:
         return is_answered and answer.first_token_seconds <= self.first and answer.token_seconds <= self.token
 
 
+LIMITS = (Limits(10.0, 0.3), Limits(60.0, 2.0), Limits(math.inf, math.inf))
+STREAMS, OVERHEAD_PROMPT, OVERHEAD_CONTEXT = 32, 64, 512  # requests of --overhead, and their tokens
 OPTIONS = dict(
     workloads=Option([CHAT, AGENTIC, IMAGES], "Workloads", choices=(CHAT, AGENTIC, IMAGES)),
     others=Option(["transformers", "llama.cpp"], "Servers beside ours, or none", smoke=["none"],
@@ -90,18 +87,12 @@ OPTIONS = dict(
     image_rates=Option([0.5], "Pictures a second", smoke=[2.0]),
     seconds=Option(60.0, "Seconds in which requests come", smoke=0.5),
     drain=Option(30.0, "Seconds more that they have", smoke=60.0),
-    limits=Option([Limits(10.0, 0.3), Limits(60.0, 2.0), Limits(math.inf, math.inf)],
-                  "Pairs of limits for goodput, FIRST:TOKEN in seconds", type=Limits.parsed),
     prompt=Option(1000, "Tokens of a chat's question", smoke=40),
     prefix=Option(8192, "Tokens before all agentic conversations", smoke=64),
     turns=Option(8, "Turns of an agentic conversation", smoke=2),
     new_tokens=Option(200, "Tokens of an answer; agentic and images have half of them", smoke=8),
     side=Option(224, "Pixels of a picture's side", smoke=56),
     overhead=Option(False, "Measure gateway and worker over the bare engine"),
-    streams=Option(32, "Requests of --overhead"),
-    overhead_prompt=Option(64, "Tokens of a prompt of --overhead"),
-    context=Option(512, "Tokens of a request of --overhead"),
-    seed=Option(0, "Seed of texts and times"),
 )  # fmt: skip
 REPEATS = 1
 
@@ -162,17 +153,12 @@ def our_server(folder: Path, scratch: Path, args) -> Server:
 
 
 def transformers_server(folder: Path, scratch: Path, args) -> Server:
-    """Start `transformers serve`: on the whole model where pictures are asked for and its Python has torchvision.
-
-    Else on the text part, in the layout of the hub's text models, which answers texts no slower.
-    """
-    export, python, port = scratch / "transformers", shlex.split(args.transformers)[0], free_port()
-    reads_pictures = lambda: subprocess.run([python, "-c", "import torchvision"], capture_output=True).returncode == 0
-    takes_images = IMAGES in args.workloads and reads_pictures()
-    (export_whole if takes_images else export_text)(folder, export)
+    """Start `transformers serve`; its Python needs torchvision."""
+    export, port = scratch / "transformers", free_port()
+    export_whole(folder, export)
     command = [*shlex.split(args.transformers), str(export), "--port", str(port), "--dtype", args.dtype]
     process = ServerProcess("transformers", command, port)
-    return Server(process, {"model": str(export), **THINKING}, takes_images=takes_images)
+    return Server(process, {"model": str(export), **THINKING}, takes_images=True)
 
 
 def llama_cpp_server(folder: Path, scratch: Path, args) -> Server:
@@ -221,24 +207,6 @@ def export_whole(folder: Path, into: Path) -> None:
     }
     for name, content in written.items():
         (into / name).write_text(json.dumps(content))
-
-
-def export_text(folder: Path, into: Path) -> None:
-    """Write the text part of a model as transformers' text model, whose answers no EOS ends."""
-    import ml_dtypes  # noqa: F401  (gives numpy the name bfloat16, which safetensors asks it for)
-    from safetensors.numpy import load_file, save_file
-
-    into.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(folder / name, into / name)
-    config = json.loads((folder / "config.json").read_text())
-    text = {**config["text_config"], "architectures": ["MiniMaxM3VLForCausalLM"], "torch_dtype": "bfloat16"}
-    text |= {"model_type": "minimax_m3_vl_text", "eos_token_id": None}
-    (into / "config.json").write_text(json.dumps(text))
-    (into / "generation_config.json").write_text(json.dumps({"bos_token_id": text["bos_token_id"]}))
-    prefix, weights = "language_model.", load_file(folder / "model.safetensors")
-    own = {name.removeprefix(prefix): array for name, array in weights.items() if name.startswith(prefix)}
-    save_file(own, into / "model.safetensors", metadata={"format": "pt"})
 
 
 # Workloads
@@ -350,7 +318,7 @@ async def load(workload: str, rate: float, servers: Sequence[Server], seed: int,
                "whole": sum(answer.is_whole and answer.status == 200 for answer in answers)}  # fmt: skip
         row |= percentiles("first, ms", [answer.first_token_seconds for answer in answers] + missing)
         row |= percentiles("token, ms", [answer.token_seconds for answer in answers] + missing)
-        for limits in args.limits:
+        for limits in LIMITS:
             row[f"met {limits}"] = sum(map(limits.are_met, answers))
             row[f"goodput/s {limits}"] = row[f"met {limits}"] / (args.seconds * args.repeats)
         rows.append(row)
@@ -381,7 +349,7 @@ def compare_servers(args):
         for workload in args.workloads:
             able = [server for server in servers if workload != IMAGES or server.takes_images]
             for number, rate in enumerate(rates[workload]):
-                for row in asyncio.run(load(workload, rate, able, 1000 * number + args.seed, args)):
+                for row in asyncio.run(load(workload, rate, able, 1000 * number, args)):
                     yield row
                     for column, value in row.items() if isinstance(row, dict) else ():
                         if column.startswith("goodput"):
@@ -397,30 +365,28 @@ def compare_servers(args):
 # Overhead
 
 
-class BareEngine:
-    """The engine of our server, in this process and without a server."""
+def bare_engine(folder: Path, args) -> Engine:
+    """Return the engine that our server makes of a folder, to be driven by hand."""
+    from m3jax.serve.worker import Worker
 
-    def __init__(self, folder: Path, args):
-        from m3jax.serve.worker import Worker
+    worker = Worker.from_pretrained(
+        folder, dtype=args.dtype, max_batch=STREAMS, steps_per_call=STEPS_PER_CALL, max_length=OVERHEAD_CONTEXT
+    )
+    asyncio.run(worker.prepare(("prefill", "decode", "pages")))
+    asyncio.run(worker.close())
+    return worker.engine
 
-        # As the server makes it, but driven by hand.
-        self._worker = Worker.from_pretrained(
-            folder, dtype=args.dtype, max_batch=args.streams, steps_per_call=STEPS_PER_CALL, max_length=args.context
-        )
-        self._engine = self._worker.engine
-        asyncio.run(self._worker.prepare(("prefill", "decode", "pages")))
-        asyncio.run(self._worker.close())
 
-    def seconds(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-        """Return the seconds of these prompts side by side, from their arrival to the last one's end."""
-        params = greedy(new_tokens, stop_ids=())
-        began = time.perf_counter()
-        handles = [self._engine.add(prompt, params) for prompt in prompts]
-        self._engine.run()
-        seconds = time.perf_counter() - began
-        for handle in handles:
-            self._engine.forget(handle)
-        return seconds
+def drawn(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+    """Return the seconds of these prompts side by side, from their arrival to the last one's end."""
+    params = greedy(new_tokens, stop_ids=())
+    began = time.perf_counter()
+    handles = [engine.add(prompt, params) for prompt in prompts]
+    engine.run()
+    seconds = time.perf_counter() - began
+    for handle in handles:
+        engine.forget(handle)
+    return seconds
 
 
 async def served(port: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
@@ -440,22 +406,22 @@ async def served(port: int, prompts: Sequence[Sequence[int]], new_tokens: int) -
 def overhead(args):
     """Yield the new tokens a second of the bare engine and of the server, by turns on the same prompts."""
     port, folder = free_port(), embedded_path()
-    args.max_batch = args.streams
-    process = ServerProcess("m3jax", our_command(folder, port, args, "--context", str(args.context)), port)
+    args.max_batch = STREAMS
+    process = ServerProcess("m3jax", our_command(folder, port, args, "--context", str(OVERHEAD_CONTEXT)), port)
     try:
-        bare = BareEngine(folder, args)
+        engine = bare_engine(folder, args)
         process.wait_until_ready(300)
-        texts, ratios = Texts(args.seed), []
-        count = 2 * args.streams * args.new_tokens
+        texts, ratios = Texts(0), []
+        count = 2 * STREAMS * args.new_tokens
         for number in range(args.repeats + 1):
             seconds, cpu = dict(bare=0.0, served=0.0), dict(bare=0.0, served=0.0, client=0.0)
             # Who is first finds the machine as the other one left it, which made 8% on an idle one: each is first once.
             for order in (("bare", "served"), ("served", "bare")):
-                prompts = [texts.ids(args.overhead_prompt) for _ in range(args.streams)]
+                prompts = [texts.ids(OVERHEAD_PROMPT) for _ in range(STREAMS)]
                 for name in order:
                     of_server, own = process.cpu_seconds(), time.process_time()
                     if name == "bare":
-                        seconds[name] += bare.seconds(prompts, args.new_tokens)
+                        seconds[name] += drawn(engine, prompts, args.new_tokens)
                         cpu["bare"] += time.process_time() - own
                     else:
                         seconds[name] += asyncio.run(served(port, prompts, args.new_tokens))
@@ -465,7 +431,7 @@ def overhead(args):
                 continue
             ratios.append((1 - seconds["bare"] / seconds["served"], cpu["served"] / cpu["bare"] - 1))
             yield {
-                "round": f"{number}, {args.streams} streams", "fewer tokens/s": ratios[-1][0],
+                "round": f"{number}, {STREAMS} streams", "fewer tokens/s": ratios[-1][0],
                 "more CPU time": ratios[-1][1], **{f"{name}, tokens/s": count / s for name, s in seconds.items()},
                 **{f"{name}, CPU s": s for name, s in cpu.items()},
             }  # fmt: skip

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+
+from m3jax.planning.chips import CHIPS
 
 
 def medians(
@@ -80,14 +83,6 @@ def traced(run: Callable[[], object]) -> Kernels:
     return Kernels(busy / 1e9, seconds, calls)
 
 
-def kernel_rows(call: Callable[[], object], count: int) -> Iterator[dict]:
-    """Yield a row for each of the kernels of a call that take longest, behind one for all of them."""
-    kernels = traced(call)
-    yield {"kernel": "all kernels and copies", "ms": 1e3 * kernels.busy, "calls": kernels.calls.total()}
-    for name, seconds in kernels.seconds.most_common(count):
-        yield {"kernel": name[:90], "ms": 1e3 * seconds, "calls": kernels.calls[name]}
-
-
 def kernel_times(fn: Callable, calls: Sequence[tuple], repeats: int) -> tuple[float, dict[str, float]]:
     """Return the microseconds of one call of a function on the device, and those of each of its kernels.
 
@@ -112,6 +107,42 @@ def kernel_times(fn: Callable, calls: Sequence[tuple], repeats: int) -> tuple[fl
         times[name].append((end - start) / 1e3)
     kernels = {name: statistics.median(x) * len(x) / repeats for name, x in times.items()}
     return sum(kernels.values()), kernels
+
+
+def copy_rate() -> float:
+    """Return the bytes a second that a copy reads and writes.
+
+    Raises:
+      SystemExit: The device cannot have that rate: it is more than its maker says, or less than a tenth of it.
+    """
+    if jax.default_backend() == "cpu":
+        x = jnp.arange(1 << 26, dtype=jnp.int32)
+        return 2 * x.nbytes / seconds_of(jnp.copy, x)
+    # On the device's own clock: the host's has what stands between two calls, which can be longer than a copy.
+    x = jnp.arange(1 << 29, dtype=jnp.int32)
+    microseconds, _ = kernel_times(jnp.copy, [(x,)], 6)
+    rate, kind = 2 * x.nbytes / microseconds * 1e6, jax.devices()[0].device_kind
+    known = [chip.hbm_rate for chip in CHIPS.values() if chip.name in kind.lower()]
+    if known and not known[0] / 10 <= rate <= known[0]:
+        raise SystemExit(f"a copy moves {rate / 1e9:.0f} GB/s, and a {kind} {known[0] / 1e9:.0f}: this is no bound")
+    return rate
+
+
+def product_rate(dtype: jax.typing.DTypeLike) -> float:
+    """Return the floating-point operations a second of a large matrix product."""
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    x = jax.random.normal(jax.random.key(0), (size, size)).astype(dtype)
+    if jax.default_backend() == "cpu":
+        return 2 * size**3 / seconds_of(jax.jit(jnp.dot), x, x)
+    return 2 * size**3 / kernel_times(jax.jit(jnp.dot), [(x, x)], 10)[0] * 1e6
+
+
+def seconds_of(fn: Callable, *args: jax.Array, calls: int = 10) -> float:
+    """Return the seconds of one call among some that the device runs one after the other."""
+    jax.block_until_ready(fn(*args))
+    began = time.perf_counter()
+    jax.block_until_ready([fn(*args) for _ in range(calls)][-1])
+    return (time.perf_counter() - began) / calls
 
 
 def _kernels_of(run: Callable[[], object]) -> Iterator[tuple[float, float, str, str]]:

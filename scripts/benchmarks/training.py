@@ -1,7 +1,6 @@
 """Tokens a second of a fine-tuning step, beside transformers' of the same model on the same tokens, in one run.
 
     bench.py training                        # the embedded model on this machine's CPU
-    bench.py training --lengths 512 --rows 4 # documents of one length: no padding on either side
     bench.py training --round 4 8            # a round of GRPO: 8 answers to each of 4 prompts
     bench.py training --round 4 8 --alone    # the same, with the prompt computed for each answer
 
@@ -42,9 +41,7 @@ RATE = 1e-4
 # Tokens of conversations: a few turns each, some long.
 LENGTHS = [61, 148, 96, 402, 77, 233, 120, 55, 310, 89, 180, 131]
 OPTIONS = dict(
-    model=Option(str(embedded_path()), "Folder in the hub's layout"),
     lengths=Option(LENGTHS, "Tokens of the documents of a step", smoke=[40, 24]),
-    rows=Option(1, "Number of times that the documents come in a step"),
     length=Option(512, "Tokens of a packed row", smoke=128),
     round=Option([], "Prompts, and answers to each, of a round of GRPO", type=int),
     prompt_tokens=Option(128, "Tokens of a round's prompt", smoke=32),
@@ -58,18 +55,18 @@ def measure(args):
     if len(args.round) not in (0, 2):
         raise ValueError(f"--round has {len(args.round)} numbers; it takes two, of prompts and of answers")
     draw = np.random.default_rng(0)
-    model = m3jax.load(args.model, dtype="float32", vision=False, progress=False)
+    model = m3jax.load(None, dtype="float32", vision=False, progress=False)
     if args.round:
         prompts = draw.integers(2, model.config.vocab_size, (args.round[0], args.prompt_tokens))
         sizes, tokens = (prompts, args.round[1], args.new_tokens), args.round[0] * args.round[1] * args.new_tokens
-        sides = {"m3jax": our_round(model, *sizes, args.alone), "transformers": their_round(args.model, *sizes)}
+        sides = {"m3jax": our_round(model, *sizes, args.alone), "transformers": their_round(*sizes)}
     else:
         examples = [
             Example(draw.integers(2, model.config.vocab_size, n).astype(np.int32), np.arange(n) >= n // 2)
-            for n in (*args.lengths,) * args.rows
+            for n in args.lengths
         ]
         tokens = sum(len(example.tokens) for example in examples)
-        sides = {"m3jax": our_step(model, examples, args.length), "transformers": their_step(args.model, examples)}
+        sides = {"m3jax": our_step(model, examples, args.length), "transformers": their_step(examples)}
     yield from in_turns(sides, args.repeats, tokens)
 
 
@@ -149,11 +146,11 @@ def our_round(model: m3jax.M3, prompts: np.ndarray, answers: int, new_tokens: in
     return step
 
 
-def their_round(folder: str, prompts: np.ndarray, answers: int, new_tokens: int) -> Callable[[], float]:
+def their_round(prompts: np.ndarray, answers: int, new_tokens: int) -> Callable[[], float]:
     """Return a function that does the same round by transformers and returns its loss."""
     import torch
 
-    model, update = transformers_training(folder)
+    model, update = transformers_training()
     draw, before = np.random.default_rng(0), prompts.shape[1]
     ids = torch.from_numpy(prompts).long()
 
@@ -174,11 +171,11 @@ def their_round(folder: str, prompts: np.ndarray, answers: int, new_tokens: int)
     return step
 
 
-def their_step(folder: str, examples: list[Example]) -> Callable[[], float]:
+def their_step(examples: list[Example]) -> Callable[[], float]:
     """Return a function that takes transformers' step on all documents and returns its loss."""
     import torch
 
-    model, update = transformers_training(folder)
+    model, update = transformers_training()
     longest = max(len(example.tokens) for example in examples)
     ids = torch.zeros((len(examples), longest), dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
@@ -189,14 +186,14 @@ def their_step(folder: str, examples: list[Example]) -> Callable[[], float]:
     return lambda: update(model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss)
 
 
-def transformers_training(folder: str) -> tuple[Any, Callable[[Any], float]]:
+def transformers_training() -> tuple[Any, Callable[[Any], float]]:
     """Return transformers' model in training, and a function that steps by a loss and returns its value."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
         from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3SparseForConditionalGeneration
     model = MiniMaxM3SparseForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa"
+        embedded_path(), dtype=torch.float32, attn_implementation="sdpa"
     ).train()
     trained = [p for name, p in model.named_parameters() if "vision" not in name and "indexer" not in name]
     return model, torch_update(trained, RATE)

@@ -3,25 +3,22 @@
     bench.py training_slice --lora 16 --experts 16          # adapters of attention, weights in bfloat16
     bench.py training_slice --experts 8                     # all weights: float32 masters, AdamW
     bench.py training_slice --lora 16 --loss grpo           # the clipped loss of a policy's rollouts
-    bench.py training_slice --widths tiny --length 64 --lora 4 --device cpu   # to see that it works
+    bench.py training_slice --smoke                         # a tiny model on the CPU, to see that it works
 
 M3's last dense layer and its first three sparse ones, with random weights, fewer experts (four of them for each token)
-and a smaller vocabulary: --vocab 200064 has all of M3's, whose head is then as large as all layers together. Rows are
-documents of one length, so that neither side pads; both compute in bfloat16, clip the gradient, take AdamW's step,
-leave the index branch as it is, and recompute nothing unless --remat says so. Each side is a process of its own, one
-after the other, so that each has all of the GPU's memory; the median step counts, behind two that do not. The forward
-pass, whose program is the smaller one, is timed before the step. stderr has each step as it ends, so that a run that is
-cut off has said how far it came.
+and a smaller vocabulary. Rows are documents of one length, so that neither side pads; both compute in bfloat16, clip
+the gradient, take AdamW's step, leave the index branch as it is, and recompute nothing unless --remat says so. Each
+side is a process of its own, one after the other, so that each has all of the GPU's memory; the median step counts,
+behind two that do not.
 
 m3jax's products are cuBLAS's first choice, as `m3jax.train` has them; --tuned compiles with XLA's defaults, which times
 kernels for each product. With --loss grpo the first quarter of each row is a prompt, the rest was drawn by the policy
 itself, and rows have advantages of both signs. Peak is the arithmetic of the model (products of all weights that a
 token meets, of attention's visible keys, of index scores), without what is recomputed, over what the device is said to
-reach in bfloat16 (--peak).
+reach in bfloat16, 989 TFLOP/s of an H100.
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,11 +31,10 @@ from m3jax import M3Config
 
 USES_DEVICE, PACKAGES, REPEATS = False, ("torch", "transformers"), 5
 RATE = 1e-5
-SIDES = ("m3jax", "transformers")
+VOCAB_SIZE = 32_768
+PEAK = 989e12
 OPTIONS = dict(
-    widths=Option("m3", "Widths of the layers", smoke="tiny", choices=("m3", "tiny")),
     experts=Option(8, "Experts of a layer"),
-    vocab=Option(32768, "Tokens of the vocabulary"),
     loss=Option("sft", "Loss of the step", choices=("sft", "grpo")),
     lora=Option(0, "Rank of adapters of attention, trained alone; 0 trains all weights", smoke=4),
     length=Option(4096, "Tokens of a document", smoke=64),
@@ -46,18 +42,14 @@ OPTIONS = dict(
     remat=Option(False, "Recompute activations on both sides"),
     keep_products=Option(False, "Recompute no products in m3jax's --remat"),
     tuned=Option(False, "Let XLA time kernels for each of m3jax's products"),
-    peak=Option(989.0, "TFLOP/s of the device; an H100's by default"),
-    device=Option("cuda", "Device of both sides", smoke="cpu", choices=("cuda", "cpu")),
-    profile=Option(0, "Number of the dearest kernels of m3jax's step to show"),
-    sides=Option([*SIDES], "Sides", choices=SIDES),
 )
 
 
 def measure(args):
     """Yield a row for each side, timed in a process of its own."""
     failed = []
-    for side in args.sides:
-        on_host = args.device == "cpu" or side == "transformers"  # torch alone has the GPU then
+    for side in ("m3jax", "transformers"):
+        on_host = args.smoke or side == "transformers"  # torch alone has the GPU then
         environment = {"JAX_PLATFORMS": "cpu"} if on_host else {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
         try:
             with start_part(args, side, env=environment) as process:
@@ -69,47 +61,31 @@ def measure(args):
 
 
 def part(args):
-    """Yield one side's row, and its kernels if they are asked for."""
+    """Yield one side's row."""
     config = M3Config.tiny()
-    if args.widths == "m3":
+    if not args.smoke:
         config = replace(
-            four_layers(), num_local_experts=args.experts, vocab_size=args.vocab, bos_token_id=0, eos_token_id=(1,)
+            four_layers(), num_local_experts=args.experts, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=(1,)
         )
     tokens = np.random.default_rng(0).integers(2, config.vocab_size, (args.rows, args.length)).astype(np.int32)
-    is_ours = args.part == "m3jax"
-    forward, step, figures = (ours if is_ours else theirs)(config, tokens, args)
-    passes, _ = timed(forward, "forward pass", args)
-    times, losses = timed(step, "step", args)
+    step, figures = (ours if args.part == "m3jax" else theirs)(config, tokens, args)
+    times, losses = [], []
+    # The first step compiles, and the second may still grow the memory of an allocator: neither counts.
+    for _ in range(args.repeats + 2):
+        began = time.perf_counter()
+        losses.append(step())
+        times.append(time.perf_counter() - began)
     seconds, count = statistics.median(times[2:]), args.rows * args.length
     rate = flops(config, args.length, bool(args.lora)) * count / seconds
     yield {
         "side": args.part, "ms a step": 1e3 * seconds, "tokens/s": count / seconds,
-        "of peak": rate / (args.peak * 1e12), "forward, ms": 1e3 * statistics.median(passes[2:]),
-        "first step, s": times[0], "first loss": losses[0], "last loss": losses[-1], **figures(),
+        "of peak": rate / PEAK, "first step, s": times[0], "first loss": losses[0], "last loss": losses[-1],
+        **figures(),
     }  # fmt: skip
-    if args.profile and is_ours:
-        from benchmarks.timing import kernel_rows
-
-        yield from kernel_rows(step, args.profile)
 
 
-def timed(call: Callable[[], float], name: str, args) -> tuple[list[float], list[float]]:
-    """Call a function that takes a step or a pass, say each on stderr, and return the seconds and the losses.
-
-    The first call compiles, and the second may still grow the memory of an allocator: neither counts.
-    """
-    times, losses = [], []
-    for number in range(args.repeats + 2):
-        began = time.perf_counter()
-        losses.append(call())
-        times.append(time.perf_counter() - began)
-        line = f"{args.part}: {name} {number + 1}: {times[-1] * 1e3:.1f} ms, loss {losses[-1]:.4f}"
-        print(line, file=sys.stderr, flush=True)
-    return times, losses
-
-
-def ours(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable, Callable]:
-    """Return m3jax's forward pass and step, which give the loss, and a function that gives its figures."""
+def ours(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable]:
+    """Return m3jax's step, which gives the loss, and a function that gives its figures."""
     import jax
     import jax.numpy as jnp
 
@@ -117,7 +93,6 @@ def ours(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable
     from m3jax.train import lora
     from m3jax.train.accumulate import Accumulated
     from m3jax.train.conversations import Example
-    from m3jax.train.programs import jit_for_training
     from m3jax.train.rollouts import RolloutLoss
     from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings
     from m3jax.train.step import init_state, make_optimizer, train_step
@@ -147,14 +122,10 @@ def ours(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable
     count = sum(x.size for x in jax.tree.leaves(model))
     del model  # the state, or the batch, has it
     loss_fn = Accumulated(loss, accumulated) if accumulated else loss
-    read_loss, take_step = jit_for_training(lambda model, batch: loss_fn(model, batch)[0]), train_step
+    take_step = train_step
     if args.tuned:
-        read_loss = jax.jit(read_loss.__wrapped__)
         statics = ("optimizer", "loss_fn", "balance_rate")
         take_step = jax.jit(train_step.__wrapped__, static_argnames=statics, donate_argnames="state")
-
-    def forward() -> float:
-        return float(read_loss(state.model, {**batch, "step": state.step}))
 
     def step() -> float:
         nonlocal state
@@ -166,7 +137,7 @@ def ours(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable
         peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
         return {"parameters, B": count / 1e9, "GB at most": peak / 1e9, "device": device.device_kind}
 
-    return forward, step, figures
+    return step, figures
 
 
 def rollouts_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -176,20 +147,22 @@ def rollouts_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return drawn, np.where(np.arange(rows) % 2, -0.5, 1.0).astype(np.float32)
 
 
-def theirs(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable, Callable]:
-    """Return transformers' forward pass and step, which give the loss, and a function that gives its figures."""
+def theirs(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable]:
+    """Return transformers' step, which gives the loss, and a function that gives its figures."""
     import torch
     from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLConfig
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
 
     from benchmarks.training import torch_update
 
+    device = "cpu" if args.smoke else "cuda"
+
     class Adapter(torch.nn.Module):
         """A linear layer with an adapter, as PEFT computes one."""
 
         def __init__(self, base: torch.nn.Linear, rank: int):
             super().__init__()
-            make = lambda *shape: torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=args.device))
+            make = lambda *shape: torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=device))
             self.base, self.scale = base, 2.0
             self.a, self.b = make(rank, base.in_features), make(base.out_features, rank)
             torch.nn.init.kaiming_uniform_(self.a, a=5**0.5)
@@ -201,7 +174,7 @@ def theirs(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callab
     settings._attn_implementation = "sdpa"
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if args.lora else torch.float32)
-    with torch.device(args.device):
+    with torch.device(device):
         model = MiniMaxM3VLForCausalLM(settings).train()
     torch.set_default_dtype(torch.float32)
     count = sum(p.numel() for p in model.parameters())
@@ -217,12 +190,12 @@ def theirs(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callab
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     trained = [p for p in model.parameters() if p.requires_grad]
-    update = torch_update(trained, RATE, fused=args.device == "cuda" or None)
-    ids = torch.from_numpy(tokens).long().to(args.device)
-    drawn, advantages = (torch.from_numpy(np.array(x)).to(args.device) for x in rollouts_of(tokens))
+    update = torch_update(trained, RATE, fused=device == "cuda" or None)
+    ids = torch.from_numpy(tokens).long().to(device)
+    drawn, advantages = (torch.from_numpy(np.array(x)).to(device) for x in rollouts_of(tokens))
 
     def read_loss() -> torch.Tensor:
-        with torch.autocast(args.device, torch.bfloat16, enabled=not args.lora):
+        with torch.autocast(device, torch.bfloat16, enabled=not args.lora):
             if args.loss == "sft":
                 return model(input_ids=ids, labels=ids, use_cache=False).loss
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -231,16 +204,11 @@ def theirs(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callab
         gains = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.28) * advantages[:, None])
         return -(gains * drawn).sum() / drawn.sum()
 
-    def forward() -> float:
-        with torch.no_grad():
-            return float(read_loss())
-
     def figures() -> dict:
-        is_gpu = args.device == "cuda"
-        peak, name = (torch.cuda.max_memory_allocated(), torch.cuda.get_device_name()) if is_gpu else (0, "cpu")
+        peak, name = (0, "cpu") if args.smoke else (torch.cuda.max_memory_allocated(), torch.cuda.get_device_name())
         return {"parameters, B": count / 1e9, "GB at most": peak / 1e9, "device": name}
 
-    return forward, lambda: update(read_loss()), figures
+    return lambda: update(read_loss()), figures
 
 
 def flops(config: M3Config, length: int, only_adapters: bool) -> float:

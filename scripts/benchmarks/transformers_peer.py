@@ -8,7 +8,7 @@ from benchmarks.harness import CORES
 from m3jax import M3Config
 
 
-def transformers_model(config: M3Config, dtype: str, device: str, attention: str = "sdpa") -> Any:
+def transformers_model(config: M3Config, dtype: str, device: str) -> Any:
     """Return transformers' text model on a device.
 
     Raises:
@@ -23,7 +23,7 @@ def transformers_model(config: M3Config, dtype: str, device: str, attention: str
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch has no GPU here")
     settings = MiniMaxM3VLConfig.from_dict(config.to_dict()).text_config
-    settings._attn_implementation = attention
+    settings._attn_implementation = "sdpa"
     if device == "cpu":
         torch.manual_seed(0)
         torch.set_num_threads(CORES)
@@ -41,12 +41,10 @@ def transformers_model(config: M3Config, dtype: str, device: str, attention: str
 class TransformersText:
     """Prefill and greedy decoding by transformers: batch 1, a dynamic cache, the last token's logits alone."""
 
-    def __init__(self, config: M3Config, dtype: str, device: str = "cpu", attention: str = "sdpa"):
-        self._model, self.name = transformers_model(config, dtype, device, attention), f"transformers {attention}"
+    name = "transformers sdpa"
 
-    def warm(self, prompt: Sequence[int]) -> None:
-        """Run the beginning of a prompt, so that memory is touched for the first time."""
-        self.prefill(prompt[:256])
+    def __init__(self, config: M3Config, dtype: str, device: str = "cpu"):
+        self._model = transformers_model(config, dtype, device)
 
     def prefill(self, prompt: Sequence[int]) -> float:
         """Return the seconds until the logits of a prompt's last token."""
@@ -75,7 +73,3 @@ class TransformersText:
 
             torch.cuda.synchronize()
         return time.perf_counter()
-
-    def close(self) -> None:
-        """Free its memory."""
-        del self._model

@@ -2,14 +2,12 @@
 
     bench.py vision                            # images of 576 tokens, 1, 8 and 64 at a time
     bench.py vision --transformers             # beside transformers' tower, where that can run
-    bench.py vision --kernels 20               # what each call's kernels take
     bench.py vision --layers 2 --batches 1     # a few layers, as on a CPU
 
 FLOP are counted, of patches alone: what is computed for padding is not counted, though it takes time. "exact" is a
 batch without padding. The status is 1 where a backend fails.
 """
 
-import time
 from collections.abc import Callable
 
 import jax
@@ -17,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import Option
-from benchmarks.timing import kernel_rows, medians
+from benchmarks.timing import medians
 from m3jax import media
 from m3jax.model.build import MakeRandom
 from m3jax.vision import BACKENDS, Vision, VisionConfig
@@ -34,7 +32,6 @@ OPTIONS = dict(
     seconds=Option(1.0, "Seconds for each row", smoke=0.1),
     backends=Option(None, "Backend of attention, in place of all that run here", choices=BACKENDS),
     transformers=Option(False, "Run transformers' tower too"),
-    kernels=Option(0, "Number of kernels of each call to show, by their time"),
 )
 
 
@@ -49,9 +46,7 @@ def measure(args):
     theirs = transformers_tower(config) if args.transformers else None
     for count in args.batches:
         noise = [np.random.default_rng(seed).standard_normal((PATCHES, 1176), np.float32) for seed in range(count)]
-        began = time.perf_counter()
         packed = media.batch([(patches, GRID) for patches in noise])
-        host_ms = 1e3 * (time.perf_counter() - began)
         exact = media.MediaBatch(*(x[: count * PATCHES] for x in packed[:3]), *packed[3:])
         # Of many images a call by tiles takes seconds, and says nothing new.
         both = [fastest] if count > MANY else [*dict.fromkeys((fastest, "xla"))]
@@ -62,31 +57,26 @@ def measure(args):
         for backend, name, batch in ways:
             batch = jax.device_put(batch)
             call = lambda batch=batch, backend=backend: jax.block_until_ready(run(vision, batch, backend=backend))
-            began = time.perf_counter()
             try:
                 features = call()
             except Exception as error:  # what a library or a compiler refuses is said, and the others still run
                 failures.append(f"{count} images, {name}: {str(error).splitlines()[0][:200]}")
                 continue
-            compile_s = time.perf_counter() - began
             assert bool(jnp.isfinite(features.astype(jnp.float32)).all()), "features that are not finite"
-            yield row(config, count, name, *medians([call], args.seconds), len(batch.segments), compile_s, host_ms)
-            if args.kernels:
-                yield from kernel_rows(call, args.kernels)
+            yield row(config, count, name, *medians([call], args.seconds), len(batch.segments))
         if theirs is not None:
             seconds = medians([theirs(np.asarray(exact.patches), count)], args.seconds)
-            yield row(config, count, "transformers", *seconds, count * PATCHES, None, None)
+            yield row(config, count, "transformers", *seconds, count * PATCHES)
     if failures:
         raise SystemExit("; ".join(failures))
 
 
-def row(config: VisionConfig, count: int, name: str, seconds: float, size: int, compile_s, host_ms) -> dict:
+def row(config: VisionConfig, count: int, name: str, seconds: float, size: int) -> dict:
     """Return one row of the table."""
     rate = flops(config, count) / seconds
     return {
         "attention": f"{count} images, {name}", "ms": 1e3 * seconds, "images/s": count / seconds,
-        "TFLOP/s": rate / 1e12, "of peak": rate / PEAK, "patches": size, "compile, s": compile_s,
-        "packed on the host, ms": host_ms,
+        "TFLOP/s": rate / 1e12, "of peak": rate / PEAK, "patches": size,
     }  # fmt: skip
 
 

@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tiny.corpus import Corpus
+
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import save
 from m3jax.model import M3
 from m3jax.msa import SCHEDULES
+from m3jax.text import Tokenizer
 from m3jax.train.run import under
 from m3jax.train.step import cast_weights
 
@@ -47,18 +50,34 @@ def add_tuning_arguments(parser: argparse.ArgumentParser, most_workers: int) -> 
                         "they are the same (default here: %(default)s)")  # fmt: skip
 
 
-def keep_model(model: M3, base: Path, folder: Path) -> M3:
-    """Write a trained model as a checkpoint, with the text files of the one that it went on from.
+def corpora(tokenizer: Tokenizer, args: argparse.Namespace) -> dict[str, Corpus]:
+    """Return the splits "train" and "validation" of a script's sources, kept in its folder."""
+    return {
+        split: Corpus.build(tokenizer, split, cache=args.out / f"{split}.npz", root=args.sources)
+        for split in ("train", "validation")
+    }
+
+
+def keep_report(report: Mapping[str, Any], folder: Path) -> None:
+    """Write what was measured to report.json in a folder, and print it."""
+    text = json.dumps(report, indent=2, allow_nan=False)
+    (folder / "report.json").write_text(text + "\n")
+    print(text)
+
+
+def keep_model(model: M3, base: Path, folder: Path, schedule: str = "mask") -> M3:
+    """Write a trained model as a checkpoint, with the text files of another one.
 
     Args:
-      model: float32 master weights, under any schedule.
-      base: folder of the checkpoint that training began with.
-      folder: to write to.
+      model: Float32 master weights, under any schedule.
+      base: Folder of the checkpoint that has the text files.
+      folder: Folder to write to.
+      schedule: Schedule of the model that is returned.
 
     Returns:
-      The model as it was written, in bfloat16 and under "mask".
+      The model as it was written, in bfloat16.
     """
-    model = cast_weights(under(model, "mask"), "bfloat16")
+    model = cast_weights(under(model, schedule), "bfloat16")
     save(model, folder)
     for name in FILES:
         shutil.copy(base / name, folder / name)

@@ -2,26 +2,19 @@
 
     python scripts/tiny/grpo_curves.py --out runs/grpo                        # all ways, three seeds
     python scripts/tiny/grpo_curves.py --out runs/grpo --ways none,all        # without and with the three replays
-    python scripts/tiny/grpo_curves.py --out runs/grpo --parallel 6 --minutes 9   # on a GPU, or many cores
-    python scripts/tiny/grpo_curves.py --out runs/grpo --only-plot            # of the figures in --json
-    taskset -c 0,1 python scripts/tiny/grpo_curves.py --out runs/grpo --ways none --seeds 0 --only-train   # one of many
-    python scripts/tiny/grpo_curves.py --out runs/grpo --only-collect         # the figures of all so far
+    python scripts/tiny/grpo_curves.py --out runs/grpo --parallel 5           # on a GPU, or many cores
 
 Each run is a `python -m m3jax.train grpo` whose folder is OUT/WAY-SEED: one that was stopped goes on, one that is whole
 is not run again. In bfloat16, within top-p 0.95: what the replays are there for. "float32" is without both. A line a
-round says whose it is; what a run says beside is in OUT/WAY-SEED/log. After --minutes the runs are told to stop, keep
-their states, and count as far as they came. The minutes to a reward of 0.9 are those of the rounds, compiling included.
-Figures that --json has of runs which OUT does not have stay there.
+round says whose it is; what a run says beside is in OUT/WAY-SEED/log. The minutes to a reward of 0.9 are those of the
+rounds, compiling included. Figures that --json has of runs which OUT does not have stay there.
 """
 
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -51,25 +44,12 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2", help="default: 0,1,2")
     parser.add_argument("--steps", type=int, default=20, help="rounds of 8 x 8 answers (default: 20)")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time (default: 1)")
-    parser.add_argument("--minutes", type=float, help="stop after so long")
-    parser.add_argument("--more", nargs="+", default=(), metavar="WORD", help="arguments of every run, without dashes: "
-                        "prompts 2 answers 2")  # fmt: skip
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--only-train", action="store_true", help="write to OUT alone, no figures and no plot")
-    only.add_argument("--only-collect", action="store_true", help="run nothing: figures and plot of what OUT has")
-    only.add_argument("--only-plot", action="store_true", help="run nothing: the plot of the figures in --json")
     parser.add_argument("--json", type=Path, default=Path("docs/data/grpo_tool_calls.json"))
     parser.add_argument("--plot", type=Path, default=Path("docs/data/grpo_tool_calls.png"))
     args = parser.parse_args()
     if unknown := [way for way in args.ways.split(",") if way not in WAYS]:
         parser.error(f"--ways {unknown[0]}: choose of {', '.join(WAYS)}")
-    if args.only_plot:
-        plot(json.loads(args.json.read_text(encoding="utf-8")), args.plot)
-        return
-    if not args.only_collect:
-        run_all(args)
-    if args.only_train:
-        return
+    run_all(args)
     earlier = json.loads(args.json.read_text(encoding="utf-8")) if args.json.is_file() else {}
     curves = earlier | collect(args.out)
     args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -85,48 +65,37 @@ def main() -> None:
 
 def run_all(args: argparse.Namespace) -> None:
     """Run all ways and seeds that were asked for, some at a time."""
-    end = None if args.minutes is None else time.monotonic() + 60 * args.minutes
-    more = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(args.more)]
-    # All ways of one seed before the next: what a time limit leaves out is the same of each.
+    # All ways of one seed before the next: what a run that is stopped leaves out is the same of each.
     runs = [(f"{way}-{seed}", way, seed) for seed, way in product(args.seeds.split(","), args.ways.split(","))]
     with ThreadPoolExecutor(args.parallel) as pool:
         started = []
         for name, way, seed in runs:
-            words = ["--seed", seed, "--steps", str(args.steps), *SHARED, *WAYS[way], *more]
-            started.append(pool.submit(train, args.out / name, words, args.parallel, end))
+            words = ["--seed", seed, "--steps", str(args.steps), *SHARED, *WAYS[way]]
+            started.append(pool.submit(train, args.out / name, words, args.parallel))
         for run in started:
             run.result()
 
 
-def train(folder: Path, words: Sequence[str], parallel: int, end: float | None) -> None:
+def train(folder: Path, words: Sequence[str], parallel: int) -> None:
     """Run one way with one seed, from wherever its folder is, and print its rounds.
 
     Args:
-      folder: of the run.
-      words: of the command, beside task and folder.
-      parallel: runs that share the machine: each takes its part of a GPU's memory.
-      end: when it is told to stop, by `time.monotonic`; None for never.
+      folder: Folder of the run.
+      words: Words of the command, beside task and folder.
+      parallel: Runs that share the machine: each takes its part of a GPU's memory.
     """
-    if end is not None and time.monotonic() > end:
-        return
     folder.mkdir(parents=True, exist_ok=True)
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / parallel:.3f}"} | os.environ
     command = [sys.executable, "-m", "m3jax.train", "grpo", "--task", str(TASK), "--out", str(folder), *words]
     run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    stop = None
-    if end is not None:
-        stop = threading.Timer(end - time.monotonic(), run.send_signal, [signal.SIGINT])
-        stop.start()
     with (folder / "log").open("a", encoding="utf-8") as log:
         for line in run.stderr:
             log.write(line)
             log.flush()
             if line.startswith("round "):
                 print(f"{folder.name}: {line}", end="", flush=True)
-    if (status := run.wait()) and (end is None or time.monotonic() < end):
+    if status := run.wait():
         print(f"{folder.name}: ended with {status}: see {folder / 'log'}", flush=True)
-    if stop is not None:
-        stop.cancel()
 
 
 def minutes_to(curve: Mapping[str, Sequence[float]], wanted: float = 0.9) -> float | None:
@@ -147,12 +116,9 @@ def collect(folder: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def plot(curves: dict[str, dict[str, list[float]]], file: Path) -> None:
-    """Plot the reward of each round, a color a way, and the mismatch beneath; say so where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print(f"no {file}: matplotlib is not installed; --only-plot draws it elsewhere from the figures in --json")
-        return
+    """Plot the reward of each round, a color a way, and the mismatch beneath."""
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

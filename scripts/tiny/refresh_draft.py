@@ -4,7 +4,7 @@
     python scripts/tiny/refresh_draft.py --model runs/calls/model --out runs/draft    # moved by rewards
 
 The policy is one that `python -m m3jax.train grpo --task scripts/tiny/tool_calls.py` trained, or, without --model, the
-embedded model after --policy-steps steps of fine-tuning on the task's right answers. Prompts are the task's. It answers
+embedded model after 40 steps of fine-tuning on the task's right answers. Prompts are the task's. It answers
 some of them, the embedded draft is trained further on these answers (`m3jax.train.eagle3.refresh_draft`), and engines
 with either draft answer others. The new draft is written to OUT in the hub's layout, as --draft of every command reads
 it. Figures are printed, and written to OUT/acceptance.json, as they are there.
@@ -32,24 +32,21 @@ from m3jax.train.accumulate import Accumulated
 from m3jax.train.conversations import encode_conversation
 from m3jax.train.eagle3 import refresh_draft
 from m3jax.train.sft import ROWS, PackedBatches, SFTLoss, SFTSettings
-from m3jax.train.step import cast_weights, init_state, make_optimizer, train_step
+from m3jax.train.step import init_state, make_optimizer, train_step
 
 TASK = Path(__file__).resolve().parent / "tool_calls.py"
 NEW_TOKENS, DRAFT_TOKENS = 64, 3
+POLICY_STEPS, DRAFT_STEPS = 40, 100
+WRITTEN, ASKED = 128, 32  # answers that the draft learns from, other prompts that are measured
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="the policy after training (default: fine-tuned here)")
-    parser.add_argument("--policy-steps", type=int, default=40, help="of that fine-tuning (default: 40)")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the draft")
-    parser.add_argument("--written", type=int, default=128, help="answers that the draft learns from (default: 128)")
-    parser.add_argument("--asked", type=int, default=32, help="other prompts that are measured (default: 32)")
-    parser.add_argument("--steps", type=int, default=100, help="of the optimiser (default: 100)")
-    parser.add_argument("--dtype", default="float32", help="of target and draft (default: float32)")
     args = parser.parse_args()
     tokenizer, template = Tokenizer.from_pretrained(embedded_path()), ChatTemplate.from_folder(embedded_path())
-    rows = runpy.run_path(str(TASK))["prompts"]()[-args.written - args.asked :]  # training takes them from the front
+    rows = runpy.run_path(str(TASK))["prompts"]()[-WRITTEN - ASKED :]  # training takes them from the front
     prompts = [
         template.encode(tokenizer, row["messages"], tools=row["tools"], thinking_mode=row["thinking_mode"])
         for row in rows
@@ -64,28 +61,28 @@ def main() -> None:
         print(f"{name:>10}: accepted {of_each}; {length:.2f} tokens a call", flush=True)
 
     with compile_cache():
-        before = m3jax.load(None, dtype=args.dtype, vision=False)
-        draft = load_draft(None, before.config, args.dtype)
+        before = m3jax.load(None, dtype="float32", vision=False)
+        draft = load_draft(None, before.config, "float32")
         ends = stop_ids(tokenizer, before.config.eos_token_id)
         serve = partial(
             build_engine, rows=16, length=-(-(max(map(len, prompts)) + NEW_TOKENS) // 16) * 16, steps_per_call=16,
             draft_tokens=DRAFT_TOKENS,
         )  # fmt: skip
-        to_learn, to_ask = prompts[: args.written], prompts[args.written :]
+        to_learn, to_ask = prompts[:WRITTEN], prompts[WRITTEN:]
         note("before", *acceptance(serve(before, draft=Eagle3Drafter(draft)), to_ask, ends))
         if args.model is not None:
-            policy = m3jax.load(args.model, dtype=args.dtype, vision=False)
+            policy = m3jax.load(args.model, dtype="float32", vision=False)
         else:
-            policy = cast_weights(fine_tuned(before, tokenizer, template, ends, args.policy_steps), args.dtype)
+            policy = fine_tuned(before, tokenizer, template, ends, POLICY_STEPS)
         engine = serve(policy, draft=Eagle3Drafter(draft))
         note("moved", *acceptance(engine, to_ask, ends))
         began = time.perf_counter()
         written = answers(engine, to_learn, ends)
-        fresh = refresh_draft(draft, policy, written, steps=args.steps)
+        fresh = refresh_draft(draft, policy, written, steps=DRAFT_STEPS)
         seconds = time.perf_counter() - began
         note("refreshed", *acceptance(serve(policy, draft=Eagle3Drafter(fresh)), to_ask, ends))
     save_draft(fresh, args.out)
-    print(f"writing {len(written)} answers and {args.steps} steps took {seconds:.0f} s")
+    print(f"writing {len(written)} answers and {DRAFT_STEPS} steps took {seconds:.0f} s")
 
 
 def fine_tuned(model: M3, tokenizer: Tokenizer, template: ChatTemplate, ends: tuple[int, ...], steps: int) -> M3:

@@ -48,20 +48,23 @@ def test_help_of_every_script(tmp_path):
 
 def test_a_benchmark_prints_its_rows_and_keeps_them(tmp_path):
     kept = tmp_path / "new" / "rows.json"
-    command = [sys.executable, str(BENCH), "text", "--smoke", "--tokens", "1000", "--json", str(kept)]
+    command = [sys.executable, str(BENCH), "media", "--smoke", "--seconds", "0.01", "--json", str(kept)]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert kept.exists(), finished.stderr
     content = json.loads(kept.read_text())
-    assert content["settings"]["tokens"] == 1000 and {"date", "python", "jax"} <= content["environment"].keys()
-    assert {row["stream"].partition(",")[0] for row in content["rows"]} == {"ByteLevel", "ByteFallback"}
-    about, _, heads, *lines = finished.stdout.splitlines()
-    assert about.startswith("date ") and heads.split()[:3] == ["stream", "tokens", "seconds"]
-    for row, line in zip(content["rows"], lines, strict=True):
-        assert line.startswith(row["stream"]) and line.split()[-4] == "1,000"
-        assert float(line.split()[-1]) == pytest.approx(row["times half"], rel=1e-3)
+    assert content["settings"]["seconds"] == 0.01 and {"date", "python", "jax"} <= content["environment"].keys()
+    assert {row["picture"].partition(",")[0] for row in content["rows"]} == {"small"}
+    about, *remarks, _, heads, first, second, third, fourth = finished.stdout.splitlines()
+    assert about.startswith("date ") and heads.split()[:2] == ["picture", "ms"]
+    assert remarks == content["remarks"]
+    for row, line in zip(content["rows"], (first, second, third, fourth), strict=True):
+        assert line.startswith(row["picture"])
+        words = line.removeprefix(row["picture"]).split()
+        assert float(words[0]) == pytest.approx(row["ms"], rel=1e-3)
+        assert float(words[1].replace(",", "")) == pytest.approx(row["a second"], rel=1e-3)
 
 
 def test_a_wrong_setting_of_a_benchmark_is_one_line():
-    command = [sys.executable, str(BENCH), "text", "--tokens", "1"]
+    command = [sys.executable, str(BENCH), "media", "--seconds", "0"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert finished.returncode == 2 and finished.stderr == "bench.py text: --tokens is 1; it must be at least 2\n"
+    assert finished.returncode == 2 and finished.stderr == "bench.py media: --seconds is 0.0; it must be positive\n"
