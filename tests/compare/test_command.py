@@ -39,6 +39,7 @@ def test_the_status_says_whether_they_agree(tmp_path, capsys):
     assert not re.findall(r'(?:src|href)="(?!#)|url\((?!#)|@import|<script', page), "the page asks for other files"
     assert run(a, b, "--rtol", "0.1", "--atol", "inf") == 2
     assert run(a, b, "--atol", "-1") == 2
+    assert run(a, b, "--rtol", "0", "--atol", "0") == run(a, b, "--rtol", "1") == 1
 
 
 def test_names_from_files_are_escaped(tmp_path, capsys):

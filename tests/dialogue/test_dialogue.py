@@ -360,15 +360,3 @@ def test_the_door_of_a_text_model_takes_the_folders_defaults(tmp_path):
     bare = m3jax.TextModel(lm.model, Tokenizer(lm.tokenizer.backend), defaults, None, tmp_path)
     with pytest.raises(ValueError, match="template"):
         bare.chat([USER])
-
-
-@pytest.mark.further  # sampling of an engine: tests/decoding/test_sampling.py
-def test_sampling_is_that_of_the_dialogue():
-    """A seed decides; the knobs reach the engine."""
-    settings = dict(max_new_tokens=6, context=1024, progress=False)
-    say = lambda seed: (
-        answered(
-            Dialogue(random_model(), tokenizer(), sampling=Sampling(seed=seed, temperature=5.0), **settings), USER
-        ).content
-    )
-    assert say(1) == say(1) != say(2)

@@ -7,14 +7,12 @@ import time
 from collections.abc import Iterator
 from importlib.resources import files
 
-import numpy as np
 import pytest
 from support import workers
 from support.embedded import TOKENIZER
 from support.serving import Running, clients, running
 from support.workers import new_worker
 
-from m3jax.decoding.score import score_with_top
 from m3jax.dialogue import chat
 from m3jax.serve.gateway import gateway as gateway_module
 from m3jax.serve.worker import Worker
@@ -89,35 +87,6 @@ def test_json_schema(engine_server):
     assert set(json.loads(content)) == {"yes"}
 
 
-@pytest.mark.further  # scores of a prompt: test_worker.py
-def test_lm_eval(engine_server):
-    """Its requests as they are: log-likelihoods are the model's, and greedy tokens are those that it would take."""
-    server, worker = engine_server
-    text = "class Timer:\n    def __enter__(self):\n        return self"
-    batch = [TOKENIZER.encode(text), TOKENIZER.encode("import os\nimport zebra\n\n\ndef main():\n    return os.path")]
-    body = {
-        "model": "tiny", "prompt": batch, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True,
-    }  # fmt: skip
-    status, _, answer = server.ask("/v1/completions", body)
-    assert status == 200, answer
-    choices = sorted(json.loads(answer)["choices"], key=lambda choice: choice["index"])
-    for ids, choice in zip(batch, choices, strict=True):
-        found, best, _ = on_engine(worker, lambda ids=ids: score_with_top(workers.text_model().model, ids, num_top=1))
-        listed = choice["logprobs"]
-        assert len(listed["token_logprobs"]) == len(ids) + 1 and listed["token_logprobs"][0] is None
-        values = listed["token_logprobs"][1:-1]
-        np.testing.assert_allclose(values, found, rtol=0, atol=1e-4)
-        assert sum(values) == pytest.approx(float(found.sum()), abs=1e-3)
-        # As lm-eval reads it: greedy if the token's value is the largest one of its dictionary.
-        greedy = [value == max(top.values()) for value, top in zip(values, listed["top_logprobs"][1:-1], strict=True)]
-        assert greedy == [token == int(first) for token, first in zip(ids[1:], best[:, 0], strict=True)]
-        assert True in greedy and False in greedy
-    # As a stream, where what comes does not wait for the end: the same lists in pieces.
-    events = server.events("/v1/completions", {**body, "prompt": batch[0], "max_tokens": 12, "stream": True})
-    pieces = [event["choices"][0]["logprobs"]["token_logprobs"] for event in events[:-1]]
-    assert len(pieces) > 2 and pieces[0][: len(batch[0])] == choices[0]["logprobs"]["token_logprobs"][:-1]
-
-
 def test_progress_of_a_long_prompt(engine_server, monkeypatch):
     """While a prompt is read in chunks, a stream that asks says how far it is; what is cached counts as read."""
     monkeypatch.setattr(gateway_module, "_PROGRESS_SECONDS", 0.0)
@@ -145,7 +114,7 @@ def test_progress_of_a_long_prompt(engine_server, monkeypatch):
 
 
 def test_client_that_leaves_frees_its_pages(engine_server):
-    """A stream that is closed, and a whole answer that is given up, free their pages within one step."""
+    """A stream that is closed, and a whole answer that is given up, free their pages."""
     server, worker = engine_server
     endless = {"extra_body": {"ignore_eos": True}, "max_tokens": 400}
     stream = ask(server, stream=True, **endless)

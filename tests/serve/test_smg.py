@@ -147,16 +147,6 @@ def test_smg_chats(behind):
     assert pieces[-1].usage.completion_tokens == said.usage.completion_tokens
 
 
-@pytest.mark.further
-def test_smg_splits_off_the_reasoning(behind):
-    asked = dict(extra_body={"chat_template_kwargs": {"thinking_mode": "enabled"}}, max_tokens=60)
-    message = behind.chat("What is it?", **asked).choices[0].message
-    assert message.reasoning_content and "mm:think" not in message.reasoning_content + (message.content or "")
-    deltas = [piece.choices[0].delta for piece in behind.chat("What is it?", stream=True, **asked) if piece.choices]
-    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-    assert reasoning == message.reasoning_content
-
-
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 

@@ -21,7 +21,6 @@ from support.workers import (
     engine_alone,
     generate_request,
     new_worker,
-    on_engine,
     settled,
     shared_worker,
     until,
@@ -308,29 +307,6 @@ def test_clients_that_vanish_leave_no_page_behind(worker):
 
     asyncio.run(run())
     assert len(answer(worker).output_ids) == 8
-
-
-def test_pages_are_free_within_one_step(worker):
-    """The engine's next round after a client has gone has no row of it."""
-
-    async def run():
-        stream = worker.Generate(generate_request(stream=True, max_tokens=400, ignore_eos=True))
-        await anext(stream)
-        rounds = []
-
-        def noted(step=worker.engine.step):
-            rounds.append(worker.engine.load["running"])
-            return step()
-
-        await on_engine(worker, lambda: setattr(worker.engine, "step", noted))
-        await until(lambda: rounds and rounds[-1] == 1)
-        await stream.aclose()
-        seen = len(rounds)
-        await settled(worker)
-        await on_engine(worker, lambda: delattr(worker.engine, "step"))
-        return rounds[seen + 1 :]  # a round may have begun already
-
-    assert sum(asyncio.run(run())) <= 1
 
 
 def test_a_full_worker_says_so_and_a_closed_one_too():

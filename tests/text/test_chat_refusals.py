@@ -116,7 +116,6 @@ def test_messages_that_are_refused(case):
     assert str(caught.value).isprintable() and len(str(caught.value)) <= 2_000
 
 
-TYPES_LISTED = r"a\.type = 'strin': must be one of null, boolean, integer, number, string, array, object, or a list of"
 REFUSED_TOOLS = {
     "no list": ({"f": {}}, "tools is a list of tools, got {'f'"),
     "a text": ("[]", "tools is a list of tools, got '\\[\\]'"),
@@ -130,9 +129,6 @@ REFUSED_TOOLS = {
     "a schema that is a text": ([drawn.tool("f", "{}")], r"tool 1 \(f\): parameters = '{}': must be a JSON"),
     "a schema of a text": ([drawn.tool("f", {"type": "string"})], "must be a JSON schema of an object"),
     "a schema that is null": ([drawn.tool("f", None)], r"\(f\): parameters = None: leave it out, or give a"),
-    "a type unheard of": ([drawn.tool("f", {"properties": {"a": {"type": "strin"}}})], TYPES_LISTED),
-    "a name not there": ([drawn.tool("f", {"required": ["a"]})], r"\(f\): parameters\.required: no prop"),
-    "a broken schema": ([drawn.tool("f", {"properties": {"a": {"enum": 5}}})], r"properties\.a\.enum: 5 is not"),
     "properties in a list": ([drawn.tool("f", {"properties": ["a"]})], r"\(f\): properties = \['a'\]: must be an"),
     "a property that is no schema": ([drawn.tool("f", {"properties": {"a": "string"}})], "with a schema for each name"),
     "required is true": ([drawn.tool("f", {"required": True})], "required = True: must be a list of names"),

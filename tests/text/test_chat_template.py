@@ -247,11 +247,8 @@ ENDLESS = {
 } | {
     f"one step: {step}": ("{{ (" + step + ") | length }}", "one step, .*, would make a value longer than 9,999")
     for step in (
-        *("'ab' * 5000", "5000 * [1, 2]", "7 ** 40000", "'%10000d' % 1", "'%*d' % (10000, 1)", "'a'.center(10000)"),
-        *("'a'.zfill(10000)", "'{:10000}'.format(1)", "'{:{}}'.format(1, 10000)", "'a' | center(10000)"),
-        *("'%10000d' | format(1)", "('a\\n' * 99) | indent(100)", "('a' * 200).replace('a', 'b' * 50)"),
-        *("('a' * 200) | replace('a', 'b' * 50)", "('b' * 60).join(['a'] * 200)", "(['a'] * 200) | join('b' * 60)"),
-        *("'\\t'.expandtabs(5000)",),
+        *("'a' | center(10000)", "'%10000d' | format(1)", "('a\\n' * 99) | indent(100)"),
+        *("('a' * 200) | replace('a', 'b' * 50)", "(['a'] * 200) | join('b' * 60)"),
     )
 }  # fmt: skip
 
