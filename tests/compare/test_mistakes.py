@@ -309,32 +309,12 @@ def test_scores_are_recomputed_prompt_by_prompt(monkeypatch, unchecked):
     assert pair.scores_of(replace(with_parts, places=places), 1) is None  # its prompt does not begin at 0
 
 
-def test_attention_is_recomputed_from_a_sides_own_parts(monkeypatch, unchecked):
-    """Prompt by prompt, over all keys or chosen blocks; a prompt that is too long is left out with all others."""
-    calls = []
-
-    def noted(name):
-        return lambda *given, **named: calls.append((name, given, named)) or [np.asarray(given[0])[0] * len(calls)]
-
-    monkeypatch.setattr(pairs, "dense_attention", noted("dense"))
-    monkeypatch.setattr(pairs, "sparse_attention", noted("sparse"))
+def test_attention_of_a_long_prompt_is_not_recomputed(monkeypatch, unchecked):
+    """All of a side is left out then; the first of its two prompts has 27 tokens."""
     q, k, v = HEADS.astype(np.float32), HEADS[:, :4].astype(np.float32), HEADS[:, 4:].astype(np.float32)
     whole = side_of({"layers.1.q": q, "layers.1.k": k, "layers.1.v": v})
     pair = Pair(whole, whole, CONFIG)
-    for blocks, name in ((None, "dense"), (BLOCKS, "sparse")):
-        calls.clear()
-        found = pair.attention_of(whole, 1, blocks)
-        np.testing.assert_array_equal(found, np.concatenate([q[:27], 2 * q[27:]]))
-        for (kind, handed, named), part in zip(calls, (slice(0, 27), slice(27, T)), strict=True):
-            arrays, rest = handed[:3], list(handed[3:])
-            for x, expected in zip(arrays, (q, k, v), strict=True):
-                np.testing.assert_array_equal(np.asarray(x), expected[part][None])
-            if blocks is not None:
-                np.testing.assert_array_equal(np.asarray(rest.pop(0)), blocks[part].swapaxes(0, 1)[None])
-            count = len(q[part])
-            assert kind == name and [np.asarray(x).tolist() for x in rest] == [[[*range(count)]], [count]]
-            assert named == ({} if blocks is None else {"block_size": 8})
-    monkeypatch.setattr(pairs, "_MOST_TOKENS", 27)
-    assert pair.attention_of(whole, 1, None) is not None and pair.attention_of(whole, 2, None) is None
-    monkeypatch.setattr(pairs, "_MOST_TOKENS", 26)
-    assert pair.attention_of(whole, 1, None) is None
+    for most, is_computed in ((27, True), (26, False)):
+        monkeypatch.setattr(pairs, "_MOST_TOKENS", most)
+        found = pair.attention_of(whole, 1, None)
+        assert (found is not None and found.shape == q.shape) == is_computed
