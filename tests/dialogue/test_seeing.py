@@ -17,8 +17,7 @@ from tiny.pictures import with_tower
 import m3jax
 from m3jax import cli
 from m3jax.assets import embedded_path
-from m3jax.completion import read_media, with_placeholders
-from m3jax.decoding import Media
+from m3jax.completion import read_media
 from m3jax.media import PlaceholderIds, process_image
 from m3jax.text import ChatTemplate
 from m3jax.vision import VisionConfig
@@ -75,23 +74,6 @@ def test_a_picture_is_the_same_from_wherever_it_comes(files):
 def test_each_prompt_has_a_list_of_images(model):
     with pytest.raises(ValueError, match="images has 1 lists for 2 prompts"):
         m3jax.generate(model, [[5], [5]], images=[[]], tokenizer=TOKENIZER, **GREEDY)
-
-
-def test_placeholders_stand_where_they_are_written_or_in_front(files):
-    media = read_media([files / "b.png"], [files / "clip.mp4"], progress=False)
-    text = TOKENIZER.encode("What is it?")
-    image = [IDS.start, *[IDS.image] * 4, IDS.end]
-    written = with_placeholders([*text, IDS.image, *text], Media(media.images), TOKENIZER)
-    assert written == [*text, *image, *text]
-    both = with_placeholders([TOKENIZER.bos_id, *text], media, TOKENIZER)
-    assert both[: len(image) + 1] == [TOKENIZER.bos_id, *image] and both[-len(text) :] == text
-    assert both.count(IDS.video) == media.videos[0].tokens
-    assert with_placeholders(text, Media(videos=media.videos), TOKENIZER).count(IDS.video) == media.videos[0].tokens
-    assert TOKENIZER.decode(both).count(" seconds") == media.videos[0].temporal_patches
-    with pytest.raises(ValueError, match="2 image placeholders for 1 image"):
-        with_placeholders([IDS.image, IDS.image], Media(media.images), TOKENIZER)
-    with pytest.raises(ValueError, match="give tokenizer"):
-        with_placeholders(text, media, None)
 
 
 # Whole answers

@@ -355,11 +355,6 @@ def test_a_container_is_read_for_what_it_says(monkeypatch, unchecked, case, reas
             read_video(b"", pick)
 
 
-def test_a_file_that_does_not_open_has_another_format():
-    with pytest.raises(MediaError, match=r"cannot be read: it has another format; must be a video"):
-        read_video(image_file(picture(30, 30)), lambda *given: (0,))
-
-
 def test_frames_that_an_index_has_and_the_file_has_not(monkeypatch):
     """The same where the container has all its bytes: the index lists 30 frames, of which the data are not there."""
     monkeypatch.setattr("m3jax.media.videos.declared_bytes", lambda data: 0)
