@@ -37,19 +37,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(
     find_spec("smg") is None, reason="waits for the wheel of the gateway SMG: pip install smg==1.13.0 (x86-64 Linux)"
 )
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "maxLength": 8}},
-                "required": ["city"],
-            },
-        },
-    }
-]
 
 
 @dataclass
@@ -145,20 +132,6 @@ def test_smg_chats(behind):
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     assert text == said.choices[0].message.content
     assert pieces[-1].usage.completion_tokens == said.usage.completion_tokens
-
-
-NAMED = {"type": "function", "function": {"name": "get_weather"}}
-
-
-@pytest.mark.further  # that tag: test_constraints.py
-@pytest.mark.parametrize("choice", ["required", pytest.param(NAMED, id="named")])
-def test_smg_streams_a_forced_tool_call(behind, choice):
-    """By the structural tag that SMG makes for M3."""
-    pieces = list(behind.chat("Weather?", tools=TOOLS, tool_choice=choice, stream=True, max_tokens=120))
-    calls = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or ()]
-    assert calls[0].function.name == "get_weather"
-    assert '"city"' in "".join(call.function.arguments or "" for call in calls)
-    assert pieces[-1].choices[0].finish_reason == "tool_calls"
 
 
 def test_smg_refuses_what_the_worker_refuses(behind):

@@ -1,58 +1,17 @@
-"""`python -m m3jax.serve worker`, from its start to SIGTERM."""
+"""`python -m m3jax.serve worker`: what its arguments make, and its process from its start to SIGTERM."""
 
 import asyncio
 import math
-import re
-import signal
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
-import grpc
 import pytest
-from smg_grpc_proto import vllm_engine_pb2 as protocol
-from smg_grpc_proto import vllm_engine_pb2_grpc as services
-from support.workers import PROMPT, generate_request, text_model
+from support.workers import text_model
 
 from m3jax import transfer
 from m3jax.decoding import Engine
 from m3jax.serve.worker import command, main, server, worker
 from m3jax.transfer import service
-
-START = "import sys; from m3jax.serve.worker import main; sys.exit(main(sys.argv[1:]))"
-SMALL = ["--port", "0", "--dtype", "float32", "--max-length", "64", "--max-batch", "1", "--name", "small"]
-
-
-@pytest.mark.further  # of the server, which holds a worker: test_gateway_command.py
-def test_it_serves_until_sigterm_and_lets_requests_end():
-    process = subprocess.Popen([sys.executable, "-c", START, *SMALL], stderr=subprocess.PIPE, text=True)
-
-    async def run(address):
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub = services.VllmEngineStub(channel)
-            for _ in range(600):
-                health = await stub.HealthCheck(protocol.HealthCheckRequest())
-                if health.healthy:
-                    break
-                assert health.message == "compiling"
-                await asyncio.sleep(0.1)
-            assert (await stub.GetModelInfo(protocol.GetModelInfoRequest())).served_model_name == "small"
-            messages = aiter(stub.Generate(generate_request(stream=True, max_tokens=64 - len(PROMPT), ignore_eos=True)))
-            await anext(messages)
-            process.send_signal(signal.SIGTERM)
-            return [message async for message in messages][-1].complete
-
-    try:
-        line = next(line for line in process.stderr if "listening" in line)
-        complete = asyncio.run(run(re.search(r"grpc://(\S+);", line)[1]))
-        assert (complete.finish_reason, complete.completion_tokens) == ("length", 64 - len(PROMPT))
-        assert process.wait(20) == 0
-        assert "serving small" in process.stderr.read()
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
 
 
 def test_a_folder_that_is_none_is_one_line(capsys, tmp_path):
