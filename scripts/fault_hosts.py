@@ -87,7 +87,7 @@ def meet(fault: str, folder: Path) -> int:
             process.kill()
             _, text = process.communicate()
         begun = folder / "begun"  # touched by the process at fault, just before
-        seconds = time.time() - (begun.stat().st_mtime if begun.exists() else process_began(folder, i))
+        seconds = time.time() - (begun.stat().st_mtime if begun.exists() else (folder / f"ready{i}").stat().st_mtime)
         lines = text.splitlines()
         is_well &= len(lines) == 1 and process.returncode == 2 and seconds < LIMIT
         print(f"  process {i}: status {process.returncode} after {seconds:.0f} s", *lines[:8], sep="\n    ", flush=True)
@@ -101,11 +101,6 @@ def meet(fault: str, folder: Path) -> int:
     if not is_well:
         print("  NOT AS IT SHOULD BE")
     return int(not is_well)
-
-
-def process_began(folder: Path, process_id: int) -> float:
-    """Return when a process was ready to find the others, in seconds since 1970."""
-    return (folder / f"ready{process_id}").stat().st_mtime
 
 
 def child(process_id: int, port: str, folder: Path, fault: str) -> None:

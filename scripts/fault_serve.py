@@ -29,7 +29,7 @@ from clients import HOST, ServerProcess, Streamed, ask, free_port, request_bytes
 
 CHAT = "/v1/chat/completions"
 CONTEXT, MAX_BATCH = 512, 8
-BODY_LIMIT = 64 << 20
+BODY_LIMIT, DEPTH = 64 << 20, 100_000
 HI = [{"role": "user", "content": "What is a context manager?"}]
 LONG = {"messages": HI, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
 SHORT = {"messages": HI, "max_tokens": 12, "temperature": 0}
@@ -49,11 +49,10 @@ class Sizes:
     half_sent: int = 200
     large: int = 8
     messages: int = 500
-    depth: int = 100_000
     streams: int = 200
 
 
-SMALL = Sizes(clients=20, readers=2, half_sent=10, large=1, messages=40, depth=100_000, streams=10)
+SMALL = Sizes(clients=20, readers=2, half_sent=10, large=1, messages=40, streams=10)
 
 
 # Servers that can be asked about their engine
@@ -188,17 +187,6 @@ def answer_of(port: int) -> str:
 # Faults, each a coroutine that returns a line on what it did
 
 
-async def side_by_side(works: Sequence[Callable[[], Awaitable[Any]]], most: int) -> list[Any]:
-    """Run coroutines, so many at a time, and return their results."""
-    places = asyncio.Semaphore(most)
-
-    async def one(work: Callable[[], Awaitable[Any]]) -> Any:
-        async with places:
-            return await work()
-
-    return await asyncio.gather(*map(one, works))
-
-
 async def vanish(served: Target, sizes: Sizes, rng: random.Random) -> str:
     """Clients connect and go away without a word: at once, within their request, before or within the answer."""
     data = request_bytes(CHAT, json.dumps(LONG).encode())
@@ -217,8 +205,14 @@ async def vanish(served: Target, sizes: Sizes, rng: random.Random) -> str:
         await streamed(served.port, CHAT, LONG, most_events=rng.randint(1, 8), seconds=60)
         return "in the answer"
 
+    places = asyncio.Semaphore(64)
+
+    async def in_turn(work: Callable[[], Awaitable[str]]) -> str:
+        async with places:
+            return await work()
+
     works = [one if rng.random() < 0.8 else within for _ in range(sizes.clients)]
-    counts = Counter(await side_by_side(works, 64))
+    counts = Counter(await asyncio.gather(*map(in_turn, works)))
     return ", ".join(f"{count} {when}" for when, count in sorted(counts.items()))
 
 
@@ -289,11 +283,11 @@ async def large(served: Target, sizes: Sizes, rng: random.Random) -> str:
 
 async def deep(served: Target, sizes: Sizes, rng: random.Random) -> str:
     """JSON is nested 100,000 levels deep: as the body, and wherever a field takes objects."""
-    nested = "[" * sizes.depth + "]" * sizes.depth
-    objects = '{"a":' * sizes.depth + "1" + "}" * sizes.depth
+    nested = "[" * DEPTH + "]" * DEPTH
+    objects = '{"a":' * DEPTH + "1" + "}" * DEPTH
     hi = json.dumps(HI)
     bodies = [
-        nested, objects, "[" * sizes.depth,
+        nested, objects, "[" * DEPTH,
         f'{{"messages": {nested}}}',
         f'{{"messages": [{{"role": "user", "content": {nested}}}]}}',
         f'{{"messages": {hi}, "tools": [{{"type": "function", "function": {{"parameters": {objects}}}}}]}}',
@@ -440,7 +434,7 @@ def run_faults(kind: str, names: Sequence[str], sizes: Sizes, args: argparse.Nam
         for number in range(1, args.rounds + 1):
             for name in names:
                 began = time.perf_counter()
-                what = asyncio.run(FAULTS[kind][name](served, sizes, random.Random(100 * args.seed + number)))
+                what = asyncio.run(FAULTS[kind][name](served, sizes, random.Random(number)))
                 served.check_is_as_new()
                 if expected is not None and answer_of(served.port) != expected:
                     raise FaultError(f"after {name} an ordinary request is answered otherwise")
@@ -459,7 +453,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these faults (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="of all faults, one after the other (default: 3)")
     parser.add_argument("--small", action="store_true", help="few of everything")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(words)
     print(f"{'fault':9s} {'round':>5s} {'seconds':>8s} {'memory MB':>9s} {'files':>6s}", flush=True)
     try:

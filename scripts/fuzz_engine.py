@@ -66,13 +66,10 @@ def main() -> int:
     parser.add_argument("--lives", type=int, metavar="N", help="how many, in place of --seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, metavar="NUMBER", help="one life, and print its operations")
-    parser.add_argument("--kinds", default=",".join(KINDS), help=f"of engines, from {', '.join(KINDS)}")
     args = parser.parse_args()
     if args.seconds is not None and args.lives is not None:
         parser.error("--seconds and --lives: give one of them")
-    kinds = tuple(name.strip() for name in args.kinds.split(","))
-    if unknown := [name for name in kinds if name not in KINDS]:
-        parser.error(f"--kinds {', '.join(unknown)}: choose from {', '.join(KINDS)}")
+    kinds = tuple(KINDS)
     if args.only is not None:
         life, failure = live(kinds, args.seed, args.only)
         print("\n".join(life.log))

@@ -4,7 +4,7 @@
     python scripts/peer_llama_cpp.py compare m3.gguf                # logits of all positions, greedy tokens
     python scripts/peer_llama_cpp.py dump m3.gguf theirs.npz        # named values, for python -m m3jax.compare
 
-Needs `pip install 'm3jax[llama-cpp]'`, which compiles llama.cpp. `--no-flash-attention`, `--ubatch` and `--cache` are
+Needs `pip install 'm3jax[llama-cpp]'`, which compiles llama.cpp. `--no-flash-attention` and `--ubatch` are
 llama.cpp's own settings; without flash attention it runs every layer dense, which is a warning of its log and no error.
 """
 
@@ -530,8 +530,7 @@ def loaded(folder: Path | None) -> Any:
 def opened(args: argparse.Namespace, length: int, keep: bool = False) -> LlamaCpp:
     """Return the model of the command line's file, under its settings."""
     return LlamaCpp(
-        args.file, length, threads=args.threads, ubatch=args.ubatch, flash_attention=args.flash_attention,
-        cache=args.cache, keep=keep,
+        args.file, length, threads=2, ubatch=args.ubatch, flash_attention=args.flash_attention, keep=keep,
     )  # fmt: skip
 
 
@@ -568,9 +567,7 @@ def parser() -> argparse.ArgumentParser:
         else:
             one.add_argument("--tokens", type=int, default=1000)
         one.add_argument("--ubatch", type=int, default=512, help="tokens of a pass (default: 512, llama.cpp's)")
-        one.add_argument("--cache", choices=CACHES, default="f32", help="dtype of keys and values (default: f32)")
         one.add_argument("--no-flash-attention", dest="flash_attention", action="store_false")
-        one.add_argument("--threads", type=int, default=2)
     return out
 
 

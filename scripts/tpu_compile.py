@@ -1,6 +1,6 @@
 """Compile every TPU kernel at M3's shapes with the real TPU compiler, on a machine that has no TPU.
 
-    python scripts/tpu_compile.py [--chip v5e,v5p,v6e,tpu7x] [--op NAMES] [--context 8192,131072,1048576] [--quick]
+    python scripts/tpu_compile.py [--chip v5e v5p v6e tpu7x] [--op NAMES] [--context 8192 131072 1048576] [--quick]
 
 It needs libtpu (`pip install "m3jax[tpu]"` or `[test]`). For each kernel and chip it prints whether it compiles or the
 compiler's reason, the VMEM that the kernel takes, the bytes that it moves and the products that it makes by count, the
@@ -349,21 +349,12 @@ def _report(case: Case | ByWeights | OfExperts, device, mesh, rates) -> bool:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = lambda allowed: lambda text: _chosen(text, allowed)
-    parser.add_argument("--chip", type=names(CHIPS), default=tuple(CHIPS), help=", ".join(CHIPS))
-    parser.add_argument("--op", type=names(OPS), default=tuple(OPS), help=", ".join(OPS))
-    whole = lambda text: tuple(int(x) for x in text.split(","))
-    parser.add_argument("--context", type=whole, default=CONTEXTS, help="tokens, comma-separated; multiples of 128")
+    parser.add_argument("--chip", nargs="+", choices=CHIPS, default=tuple(CHIPS), help="default: all")
+    parser.add_argument("--op", nargs="+", choices=OPS, default=tuple(OPS), help="default: all")
+    parser.add_argument("--context", nargs="+", type=int, default=CONTEXTS, help="tokens; multiples of 128")
     few = "every kernel on v5e; every dtype, and half of the kernels, on tpu7x"
     parser.add_argument("--quick", action="store_true", help=few)
     return parser.parse_args()
-
-
-def _chosen(text: str, allowed) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [x for x in names if x not in allowed]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}: allowed are {', '.join(allowed)}")
-    return names
 
 
 if __name__ == "__main__":

@@ -26,16 +26,17 @@ from m3jax.train.run import Stage, run_stages
 from m3jax.train.step import TrainState, init_state, make_optimizer
 
 STEPS, SHORT_STEPS = 1400, 6
+LEARNING_RATE = 3e-4
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parse arguments, train, measure."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.steps < 1 or args.workers < 0:
-        parser.error("--steps is at least 1, and --workers at least 0")
+    if args.workers < 0:
+        parser.error("--workers is at least 0")
     args.out.mkdir(parents=True, exist_ok=True)
-    names = ("short", "seed", "steps", "keep", "learning_rate", "dialogue_fraction", "schedule")
+    names = ("short", "seed", "dialogue_fraction")
     if reason := mismatch(args.out, {name: getattr(args, name) for name in names} | {"model": str(args.model)}):
         parser.error(reason)
     tokenizer, template = Tokenizer.from_pretrained(args.model), ChatTemplate.from_folder(args.model)
@@ -53,23 +54,23 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(args: argparse.Namespace, corpus: Corpus, tokenizer: Tokenizer, template: ChatTemplate) -> TrainState:
     """Run what is left of the steps, keeping the state as it goes."""
-    steps, seq_len, rows = (SHORT_STEPS, 512, 2) if args.short else (args.steps, 4096, 16)
-    fused = args.schedule == "fused"
-    optimizer = _optimizer(steps, args.learning_rate)
+    steps, seq_len, rows = (SHORT_STEPS, 512, 2) if args.short else (STEPS, 4096, 16)
+    optimizer = _optimizer(steps, LEARNING_RATE)
     model = m3jax.load(args.model, dtype="float32")
     return run_stages(
         args.out / "state",
         [Stage("dialogues", steps, seq_len, rows, sparse=True)],
         init_state(model, optimizer),
         optimizer,
-        TinyLoss(recall_weight=2.0, fused=fused),
+        TinyLoss(recall_weight=2.0, fused=True),
         batches=lambda stage: DialogueBatches(
             corpus, tokenizer, template, stage.seq_len, stage.batch, args.seed, args.dialogue_fraction
         ),
-        schedule="mask" if fused else args.schedule,
+        schedule="mask",
         keys=KEYS,
         workers=args.workers,
-        shared={"teacher": model} if args.keep else None,
+        # Its own predictions are the targets in code, so that it is not forgotten nor learned by heart.
+        shared={"teacher": model},
     )
 
 
@@ -84,16 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_run_arguments(parser)
     add_tuning_arguments(parser, most_workers=6)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of the run (default %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--dialogue-fraction", type=float, default=0.5, help="share of rows with dialogues; the "
                         "others are those that the checkpoint was trained on (default %(default)s)")  # fmt: skip
-    parser.add_argument(
-        "--keep",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="the model's own predictions are the targets in code, so that it is not forgotten nor learned by heart",
-    )
     return parser
 
 

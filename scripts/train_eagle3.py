@@ -11,13 +11,12 @@ import dataclasses
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tiny.arguments import corpora, keep_report
+from tiny.arguments import add_run_arguments, corpora, keep_report
 from tiny.corpus import Corpus
 
 import m3jax
@@ -53,6 +52,7 @@ class Sizes:
 
 
 SHORT = Sizes(rows=8, length=64, decoding=8, batch=4, steps=4, unroll=2, prompts=2, new=16)
+LEARNING_RATE = 2e-3
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     """Generate, train, measure."""
     args = _parser().parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    sizes = SHORT if args.short else dataclasses.replace(Sizes(), **{"steps": args.steps} if args.steps else {})
+    sizes = SHORT if args.short else Sizes()
     model = m3jax.load()
     tokenizer = Tokenizer.from_pretrained(embedded_path())
     splits = corpora(tokenizer, args)
@@ -91,7 +91,7 @@ def beginnings(corpus: Corpus, count: int, length: int, seed: int) -> list[list[
 
 def train(model: M3, corpus: Corpus, written: np.ndarray, sizes: Sizes, args: argparse.Namespace) -> Eagle3:
     """A draft trained on batches of which three quarters are what the target wrote, one quarter code as it is."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, sizes.steps // 20 + 1, sizes.steps, 0.0)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, sizes.steps // 20 + 1, sizes.steps, 0.0)
     optimizer = draft_optimizer(schedule)
     state = init_draft_state(init(CONFIG, args.seed), optimizer)
     fused_model, rng, begin = fuse(model), np.random.default_rng(args.seed), time.perf_counter()
@@ -137,12 +137,7 @@ def measure(model: M3, draft: Eagle3, corpus: Corpus, sizes: Sizes, temperature:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--short", action="store_true", help="a few tiny steps, to see that everything works")
-    parser.add_argument("--sources", type=Path, help="a standard library's folder; the running Python's by default")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="training steps, if not the usual number")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    add_run_arguments(parser)
     return parser
 
 

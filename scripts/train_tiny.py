@@ -42,6 +42,7 @@ STAGES = (
     Stage("warm-up, long", 500, 4096, 16, False),
     Stage("sparse", 1800, 4096, 16, True),
 )
+LEARNING_RATE = 2e-3
 SHORT = (Stage("warm-up", 3, 128, 2, False), Stage("sparse", 3, 256, 2, True))
 
 
@@ -50,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    names = ("dense", "short", "seed", "learning_rate", "recall_weight", "schedule")
+    names = ("dense", "short", "seed")
     if reason := mismatch(args.out, {name: getattr(args, name) for name in names}):
         parser.error(reason)
     stages = SHORT if args.short else STAGES
@@ -70,9 +71,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(args: argparse.Namespace, stages: tuple[Stage, ...], corpus: Corpus) -> TrainState:
     """Run what is left of the stages, keeping the state as it goes."""
-    optimizer = _optimizer(sum(stage.steps for stage in stages), args.learning_rate, args.dense)
-    fused = args.schedule == "fused"
-    loss = TinyLoss(recall_weight=args.recall_weight, kl_weight=0.0 if args.dense else 1.0, fused=fused)
+    optimizer = _optimizer(sum(stage.steps for stage in stages), LEARNING_RATE, args.dense)
+    loss = TinyLoss(recall_weight=2.0, kl_weight=0.0 if args.dense else 1.0, fused=True)
     return run_stages(
         args.out / "state",
         stages,
@@ -80,7 +80,7 @@ def train(args: argparse.Namespace, stages: tuple[Stage, ...], corpus: Corpus) -
         optimizer,
         loss,
         batches=lambda stage: RecallBatches(corpus, stage.seq_len, stage.batch, args.seed),
-        schedule="mask" if fused else args.schedule,
+        schedule="mask",
         keys=KEYS,
     )
 
@@ -97,8 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_run_arguments(parser)
     parser.add_argument("--dense", action="store_true", help="dense attention throughout, for comparison")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--recall-weight", type=float, default=2.0, help="extra weight of recalled values")
     return parser
 
 

@@ -47,6 +47,7 @@ SHORT = {"steps": 3, "batch": 2}
 TEXT_EVERY, TEXT_SHAPE = 2, (4096, 16)  # under "all" every other batch is of text: tokens of a row, rows
 # What train_chat.py leaves hardest: a document between the tools and the question, and most documents long.
 TEXT_SHARES, LONG_DOCUMENTS, DIALOGUES = (0.15, 0.05, 0.05, 0.6, 0.15), 0.6, 0.625
+TEXT_RATE, VISION_RATE = 5e-4, 2e-3  # learning rates
 CHECK_EVERY = 800  # steps
 CHECKED, MEASURED = 32, 250  # pictures of each kind that are asked about during the run, and after it
 
@@ -67,10 +68,10 @@ def main(argv: list[str] | None = None) -> None:
     """Parse arguments, train, measure."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if (args.steps is not None and args.steps < 1) or args.workers < 0:
-        parser.error("--steps is at least 1, and --workers at least 0")
+    if args.workers < 0:
+        parser.error("--workers is at least 0")
     args.out.mkdir(parents=True, exist_ok=True)
-    names = ("train", "steps", "short", "seed", "learning_rate", "vision_learning_rate", "schedule")
+    names = ("train", "short", "seed")
     if reason := mismatch(args.out, {name: getattr(args, name) for name in names} | {"model": str(args.model)}):
         parser.error(reason)
     tokenizer, template = Tokenizer.from_pretrained(args.model), ChatTemplate.from_folder(args.model)
@@ -95,12 +96,10 @@ def train(
     args: argparse.Namespace, base: M3, corpus: Corpus | None, tokenizer: Tokenizer, template: ChatTemplate
 ) -> TrainState:
     """Run what is left of the steps, keeping the state as it goes."""
-    changes = (SHORT if args.short else {}) | ({} if args.steps is None else {"steps": args.steps})
-    stages = [replace(stage, **changes) for stage in STAGES[args.train]]
+    stages = [replace(stage, **(SHORT if args.short else {})) for stage in STAGES[args.train]]
     trains_text = args.train == "all"
     num_steps = sum(stage.steps for stage in stages)
-    optimizer = _optimizer(num_steps, args.learning_rate, args.vision_learning_rate, frozen_text=not trains_text)
-    fused = args.schedule == "fused"
+    optimizer = _optimizer(num_steps, TEXT_RATE, VISION_RATE, frozen_text=not trains_text)
     # Without the text there is nobody to learn which blocks to select, and no load to balance.
     parts = dict(recall_weight=2.0) if trains_text else dict(kl_weight=0.0)
     return run_stages(
@@ -108,9 +107,9 @@ def train(
         stages,
         init_state(with_tower(base, tower(PlaceholderIds.of_tokenizer(tokenizer)), args.seed), optimizer),
         optimizer,
-        TinyLoss(fused=fused, **parts),
+        TinyLoss(fused=True, **parts),
         batches=lambda stage: make_batches(stage, args, corpus, tokenizer, template),
-        schedule="mask" if fused else args.schedule,
+        schedule="mask",
         keys=KEYS,
         shared={"teacher": base} if trains_text else None,
         balance_rate=1e-3 if trains_text else 0.0,
@@ -182,10 +181,6 @@ def _parser() -> argparse.ArgumentParser:
     add_tuning_arguments(parser, most_workers=12)
     parser.add_argument("--train", choices=tuple(STAGES), default="all", help="all weights, on pictures and text; or "
                         "vision alone, which leaves the text model as it is (default %(default)s)")  # fmt: skip
-    parser.add_argument("--steps", type=int, help="of each stage, in place of its own")
-    parser.add_argument("--learning-rate", type=float, default=5e-4, help="of the text (default %(default)s)")
-    parser.add_argument("--vision-learning-rate", type=float, default=2e-3, help="of tower and projector "
-                        "(default %(default)s)")  # fmt: skip
     return parser
 
 

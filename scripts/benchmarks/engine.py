@@ -48,7 +48,6 @@ OPTIONS = dict(
     new_tokens=Option(100, "New tokens of a request", smoke=12),
     rows=Option([1, 8, 32], "Requests of an engine, all live; an engine for each number", smoke=[2]),
     verify=Option([], "Proposals of a round, looked up in the prompt", type=int),
-    verify_rows=Option(1, "Requests of the engines that verify"),
     chunks=Option([256, 2048], "Tokens of a prefill call", smoke=[256]),
     steps=Option(16, "Decode steps of a device call", smoke=4),
     weights=Option("dequantize", "Storage of weights", choices=("dequantize", "mxfp8")),
@@ -74,7 +73,7 @@ def measure(args):
     engines = {(rows, 0): make(rows) for rows in args.rows}
     for draft_tokens in args.verify:
         drafting = dict(draft=PromptLookup(), draft_tokens=draft_tokens)
-        engines[args.verify_rows, draft_tokens] = make(args.verify_rows, **drafting)
+        engines[1, draft_tokens] = make(1, **drafting)
     of_chunks = make(1, prefill_chunk=args.chunks)
     with ThreadPoolExecutor() as pool:
         warm = [pool.submit(engine.warmup) for engine in engines.values()]

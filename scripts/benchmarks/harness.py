@@ -133,13 +133,13 @@ class Report:
         settings = {key: value for key, value in vars(args).items() if key not in ("words", "part", "address")}
         self._path, self._columns = args.json, ()
         self._content = {"environment": about, "settings": settings, "rows": [], "remarks": []}
-        self._write(", ".join(f"{name} {value}" for name, value in about.items()))
+        print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
 
     def add(self, row: Mapping[str, Any] | str) -> None:
         """Print a row of a table, or a remark."""
         if isinstance(row, str):
             self._content["remarks"].append(row)
-            self._write(row)
+            print(row, flush=True)
         else:
             self._content["rows"].append(dict(row))
             widths = [
@@ -148,15 +148,11 @@ class Report:
             ]
             if self._columns != (columns := tuple(row)):
                 self._columns = columns
-                self._write("")
-                self._write(_line(columns, widths, row.values()))
-            self._write(_line(map(cell, row.values()), widths, row.values()))
+                print(f"\n{_line(columns, widths, row.values())}", flush=True)
+            print(_line(map(cell, row.values()), widths, row.values()), flush=True)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self._content, indent=1, default=str) + "\n", encoding="utf-8")
-
-    def _write(self, text: str) -> None:
-        print(text, flush=True)
 
 
 def cell(value: Any) -> str:

@@ -3,7 +3,6 @@
     bench.py mesh --what counts                     # 8 CPU devices: the compiled programs' own counts
     bench.py mesh --what counts --h100              # what H100s exchange beside products; it needs none
     bench.py mesh                                   # on GPUs: times, beside one of them in the same run
-    bench.py mesh --meshes tensor=2 expert=2 --rows 1 16 --context-tokens 60064
     bench.py mesh --what index --meshes context=2 --context-tokens 1048576    # one sparse layer's attention
     bench.py mesh --what agree --meshes tensor=2    # log-probabilities beside those of one GPU
 
@@ -95,22 +94,12 @@ OPTIONS = dict(
 
 def measure(args):
     """Yield what was asked for."""
-    config = tiny(four_layers()) if args.smoke else four_layers()
+    config = replace(M3Config.tiny(), vocab_size=512) if args.smoke else four_layers()
     # Under --smoke the mesh stands alone: each more is as many programs to compile.
     args.names = args.meshes if args.smoke else [ONE, *args.meshes]
     args.dtype = "float32" if args.smoke else "bfloat16"
     for what in args.what:
         yield from {"times": times, "counts": counts, "index": index, "agree": agree}[what](config, args)
-
-
-def tiny(config: M3Config) -> M3Config:
-    """The same layers, a thousandth as wide."""
-    return replace(
-        config, hidden_size=64, vocab_size=512, num_attention_heads=8, head_dim=16, rotary_dim=8, index_head_dim=16,
-        intermediate_size=32, dense_intermediate_size=64, shared_intermediate_size=32, num_local_experts=8,
-        num_experts_per_tok=2, index_block_size=8, index_topk_blocks=3, max_position_embeddings=1024,
-        eos_token_id=(1,), bos_token_id=0,
-    )  # fmt: skip
 
 
 # Counts

@@ -2,7 +2,6 @@
 
     bench.py mismatch                        # random weights, 128 experts of which 4, 8 of 36 blocks
     bench.py mismatch --model DIR            # a checkpoint, such as m3jax/assets/tiny
-    bench.py mismatch --json docs/data/mismatch.json
 
 An engine draws answers in bfloat16, once from all tokens and once within top-p, and records experts, blocks and the
 support of each draw. A trainer reads the same tokens with the same weights: without anything, with each replay, with

@@ -3,7 +3,6 @@
     bench.py training_slice --lora 16 --experts 16          # adapters of attention, weights in bfloat16
     bench.py training_slice --experts 8                     # all weights: float32 masters, AdamW
     bench.py training_slice --lora 16 --loss grpo           # the clipped loss of a policy's rollouts
-    bench.py training_slice --smoke                         # a tiny model on the CPU, to see that it works
 
 M3's last dense layer and its first three sparse ones, with random weights, fewer experts (four of them for each token)
 and a smaller vocabulary. Rows are documents of one length, so that neither side pads; both compute in bfloat16, clip
@@ -68,7 +67,7 @@ def part(args):
             four_layers(), num_local_experts=args.experts, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=(1,)
         )
     tokens = np.random.default_rng(0).integers(2, config.vocab_size, (args.rows, args.length)).astype(np.int32)
-    step, figures = (ours if args.part == "m3jax" else theirs)(config, tokens, args)
+    step, read_device = (ours if args.part == "m3jax" else theirs)(config, tokens, args)
     times, losses = [], []
     # The first step compiles, and the second may still grow the memory of an allocator: neither counts.
     for _ in range(args.repeats + 2):
@@ -77,15 +76,16 @@ def part(args):
         times.append(time.perf_counter() - began)
     seconds, count = statistics.median(times[2:]), args.rows * args.length
     rate = flops(config, args.length, bool(args.lora)) * count / seconds
+    peak, device = read_device()
     yield {
         "side": args.part, "ms a step": 1e3 * seconds, "tokens/s": count / seconds,
         "of peak": rate / PEAK, "first step, s": times[0], "first loss": losses[0], "last loss": losses[-1],
-        **figures(),
+        "GB at most": peak / 1e9, "device": device,
     }  # fmt: skip
 
 
 def ours(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable]:
-    """Return m3jax's step, which gives the loss, and a function that gives its figures."""
+    """Return m3jax's step, which gives the loss, and a function that gives the largest bytes and the device."""
     import jax
     import jax.numpy as jnp
 
@@ -119,7 +119,6 @@ def ours(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable
     else:
         model = init(config, 0, "float32")
         state = init_state(model, optimizer)
-    count = sum(x.size for x in jax.tree.leaves(model))
     del model  # the state, or the batch, has it
     loss_fn = Accumulated(loss, accumulated) if accumulated else loss
     take_step = train_step
@@ -132,12 +131,8 @@ def ours(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable
         state, metrics = take_step(state, batch, optimizer=optimizer, loss_fn=loss_fn, balance_rate=0.0)
         return float(metrics[shown])
 
-    def figures() -> dict:
-        device = jax.devices()[0]
-        peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-        return {"parameters, B": count / 1e9, "GB at most": peak / 1e9, "device": device.device_kind}
-
-    return step, figures
+    device = jax.devices()[0]
+    return step, lambda: ((device.memory_stats() or {}).get("peak_bytes_in_use", 0), device.device_kind)
 
 
 def rollouts_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -148,7 +143,7 @@ def rollouts_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def theirs(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callable]:
-    """Return transformers' step, which gives the loss, and a function that gives its figures."""
+    """Return transformers' step, which gives the loss, and a function that gives the largest bytes and the device."""
     import torch
     from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLConfig
     from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
@@ -177,7 +172,6 @@ def theirs(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callab
     with torch.device(device):
         model = MiniMaxM3VLForCausalLM(settings).train()
     torch.set_default_dtype(torch.float32)
-    count = sum(p.numel() for p in model.parameters())
     if args.lora:
         model.requires_grad_(False)
         for module in [module for module in model.modules() if hasattr(module, "q_proj") and hasattr(module, "o_proj")]:
@@ -204,11 +198,8 @@ def theirs(config: M3Config, tokens: np.ndarray, args) -> tuple[Callable, Callab
         gains = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.28) * advantages[:, None])
         return -(gains * drawn).sum() / drawn.sum()
 
-    def figures() -> dict:
-        peak, name = (0, "cpu") if args.smoke else (torch.cuda.max_memory_allocated(), torch.cuda.get_device_name())
-        return {"parameters, B": count / 1e9, "GB at most": peak / 1e9, "device": name}
-
-    return lambda: update(read_loss()), figures
+    on_gpu = lambda: (torch.cuda.max_memory_allocated(), torch.cuda.get_device_name())
+    return lambda: update(read_loss()), (lambda: (0, "cpu")) if args.smoke else on_gpu
 
 
 def flops(config: M3Config, length: int, only_adapters: bool) -> float:

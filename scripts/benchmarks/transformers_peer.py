@@ -1,50 +1,44 @@
-"""transformers' model of a configuration, with random weights, for subjects that measure beside it."""
+"""transformers' model of a configuration, for subjects that measure beside it."""
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from benchmarks.harness import CORES
 from m3jax import M3Config
 
 
-def transformers_model(config: M3Config, dtype: str, device: str) -> Any:
-    """Return transformers' text model on a device.
+class TransformersText:
+    """Prefill and greedy decoding by transformers: batch 1, a dynamic cache, the last token's logits alone.
+
+    Weights are random.
 
     Raises:
       ValueError: transformers is missing, or torch has no such device.
     """
-    try:
-        import torch
-        from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLConfig
-        from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
-    except ImportError as error:
-        raise ValueError(f"transformers cannot be imported: {error}") from None
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("torch has no GPU here")
-    settings = MiniMaxM3VLConfig.from_dict(config.to_dict()).text_config
-    settings._attn_implementation = "sdpa"
-    if device == "cpu":
-        torch.manual_seed(0)
-        torch.set_num_threads(CORES)
-        return MiniMaxM3VLForCausalLM(settings).to(getattr(torch, dtype)).eval()
-    with torch.device("meta"):
-        model = MiniMaxM3VLForCausalLM(settings)
-    # Weights by the device: drawing 25B numbers on the host takes minutes.
-    model = model.to(getattr(torch, dtype)).to_empty(device=device).eval()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.is_floating_point():
-            tensor.data.normal_(0.0, 0.02)
-    return model
-
-
-class TransformersText:
-    """Prefill and greedy decoding by transformers: batch 1, a dynamic cache, the last token's logits alone."""
 
     name = "transformers sdpa"
 
     def __init__(self, config: M3Config, dtype: str, device: str = "cpu"):
-        self._model = transformers_model(config, dtype, device)
+        try:
+            import torch
+            from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLConfig
+            from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
+        except ImportError as error:
+            raise ValueError(f"transformers cannot be imported: {error}") from None
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("torch has no GPU here")
+        settings = MiniMaxM3VLConfig.from_dict(config.to_dict()).text_config
+        settings._attn_implementation = "sdpa"
+        torch.manual_seed(0)
+        torch.set_num_threads(CORES)
+        with torch.device("cpu" if device == "cpu" else "meta"):
+            model = MiniMaxM3VLForCausalLM(settings).to(getattr(torch, dtype)).eval()
+        if device != "cpu":  # weights by the device: drawing 25B numbers on the host takes minutes
+            model = model.to_empty(device=device)
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if tensor.is_floating_point():
+                    tensor.data.normal_(0.0, 0.02)
+        self._model = model
 
     def prefill(self, prompt: Sequence[int]) -> float:
         """Return the seconds until the logits of a prompt's last token."""

@@ -2,7 +2,6 @@
 
     bench.py vision                            # images of 576 tokens, 1, 8 and 64 at a time
     bench.py vision --transformers             # beside transformers' tower, where that can run
-    bench.py vision --layers 2 --batches 1     # a few layers, as on a CPU
 
 FLOP are counted, of patches alone: what is computed for padding is not counted, though it takes time. "exact" is a
 batch without padding. The status is 1 where a backend fails.

@@ -21,7 +21,6 @@ from m3jax.decoding import Engine, Params, Sampling
 REPEATS = 5
 OPTIONS = dict(
     model=Option("tiny", "Weights", choices=models.NAMES),
-    weights=Option("dequantize", "Storage of weights", choices=("dequantize", "mxfp8")),
     prefix=Option(3500, "Tokens of the prefix that all requests share", smoke=200),
     rows=Option([8], "Requests of a step, an engine for each number", smoke=[2]),
     steps=Option(16, "Decode steps of a device call", smoke=4),
@@ -64,7 +63,7 @@ def wishes(new_tokens: int) -> dict[str, Params]:
 
 def measure(args):
     """Yield a row for each wish."""
-    model = models.build(args.model, args.weights)
+    model = models.build(args.model)
     prefix = models.random_tokens(model.config, args.prefix, 0)
     asked = wishes(args.steps * (args.calls + 2))
     chosen = {name: params for name, params in asked.items() if args.only in name}

@@ -13,7 +13,6 @@ from tiny.corpus import Corpus
 from m3jax.assets import embedded_path
 from m3jax.checkpoint import save
 from m3jax.model import M3
-from m3jax.msa import SCHEDULES
 from m3jax.text import Tokenizer
 from m3jax.train.run import under
 from m3jax.train.step import cast_weights
@@ -22,17 +21,11 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "c
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that every training script has: --out, --short, --sources, --seed, --schedule."""
+    """The arguments that every training script has: --out, --short, --sources, --seed."""
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--short", action="store_true", help="a few tiny steps, to see that everything works")
     parser.add_argument("--sources", type=Path, help="a standard library's folder; the running Python's by default")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--schedule",
-        default="fused",
-        choices=("fused", *SCHEDULES),
-        help="sparse attention in training: m3jax.train.fused, or a schedule of m3jax.msa (default %(default)s)",
-    )
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser, most_workers: int) -> None:

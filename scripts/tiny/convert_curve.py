@@ -4,7 +4,6 @@
     python scripts/tiny/convert_curve.py --out runs/convert0 --scale 0                     # a few minutes of them
     python scripts/tiny/convert_curve.py --out runs/convert --scale 10 --dtype bfloat16    # one GPU, ten times the size
     python scripts/tiny/convert_curve.py --out runs/llama0 --scale 0 --source llama        # heads without norms
-    python scripts/tiny/convert_curve.py --out runs/convert --only-plot                    # of a run that there is
 
 What it learns is made here: bytes of this repository's documents and code, and between them records, symbols that are
 no bytes: one of 8 values of a key. Somewhere behind it the key is asked for, and its value follows: it can be told by
@@ -96,10 +95,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder for the run")
     parser.add_argument("--scale", type=int, choices=SIZES, default=1, help="sizes of the run (default: 1)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-    parser.add_argument(
-        "--source", choices=("qwen3", "llama"), default="qwen3", help="the dense model (default: qwen3)"
-    )
-    parser.add_argument("--only-plot", action="store_true", help="run nothing")
+    parser.add_argument("--source", choices=("qwen3", "llama"), default="qwen3", help="the dense model")
     parser.add_argument("--json", type=Path, default=Path("docs/data/convert.json"))
     parser.add_argument("--plot", type=Path, default=Path("docs/data/convert.png"))
     parser.add_argument("--stage", choices=("dense", "measure"), help=argparse.SUPPRESS)
@@ -109,8 +105,7 @@ def main() -> None:
         return train_dense(args.out, sizes, args.source, args.dtype)
     if args.stage == "measure":
         return measure(args.out, sizes)
-    if not args.only_plot:
-        run(args.out, sizes, args.scale, args.source, args.dtype)
+    run(args.out, sizes, args.scale, args.source, args.dtype)
     found = collect(args.out, sizes, args.source)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
@@ -121,8 +116,7 @@ def main() -> None:
 def run(out: Path, sizes: Sizes, scale: int, source: str, dtype: str) -> None:
     """Run the stages that are not whole, each as a process of its own: a device is one process's at a time."""
     out.mkdir(parents=True, exist_ok=True)
-    again = [sys.executable, __file__, "--out", str(out), "--scale", str(scale), "--source", source]
-    again += ["--dtype", dtype]
+    again = [sys.executable, __file__, "--out", str(out), "--scale", str(scale), "--source", source, "--dtype", dtype]
     if not (out / "dense" / "model" / "config.json").is_file():
         timed(out, "dense", [*again, "--stage", "dense"])
     if not (out / "data.jsonl").is_file():

@@ -43,18 +43,9 @@ class RecallBatches:
     recall_fraction: float = 0.7
 
     def __post_init__(self):
-        if self.seq_len < 64:
-            raise ValueError(f"seq_len {self.seq_len} has no room for records; give at least 64")
-        _check_positive(batch_size=self.batch_size)
         _check_fits(self.corpus, self.seq_len + 1)
-        if self.seed < 0:
-            raise ValueError(f"seed {self.seed} is negative; give 0 or more")
-        if not 0 <= self.recall_fraction <= 1:
-            raise ValueError(f"recall_fraction {self.recall_fraction} is not between 0 and 1")
 
     def __getitem__(self, index: int) -> Batch:
-        if index < 0:
-            raise IndexError(f"batch {index} does not exist; batches count from 0 without end")
         rng = np.random.default_rng([self.seed, index])
         rows = []
         for _ in range(self.batch_size):
@@ -103,7 +94,6 @@ class PlainBatches:
     batch_size: int
 
     def __post_init__(self):
-        _check_positive(seq_len=self.seq_len, batch_size=self.batch_size)
         _check_fits(self.corpus, self.seq_len * self.batch_size + 1)
 
     def __len__(self) -> int:
@@ -212,12 +202,6 @@ def _recall_targets(
 def _stacked(rows: list[Batch]) -> Batch:
     """Stack rows of equal length into a batch."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} {size} is not positive; give 1 or more")
 
 
 def _check_fits(corpus: Corpus, tokens: int) -> None:

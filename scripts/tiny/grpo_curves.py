@@ -1,7 +1,7 @@
 """Trains the embedded checkpoint on `tiny/tool_calls.py`, with each replay and several seeds, and plots the rewards.
 
     python scripts/tiny/grpo_curves.py --out runs/grpo                        # all ways, three seeds
-    python scripts/tiny/grpo_curves.py --out runs/grpo --ways none,all        # without and with the three replays
+    python scripts/tiny/grpo_curves.py --out runs/grpo --ways none all        # without and with the three replays
     python scripts/tiny/grpo_curves.py --out runs/grpo --parallel 5           # on a GPU, or many cores
 
 Each run is a `python -m m3jax.train grpo` whose folder is OUT/WAY-SEED: one that was stopped goes on, one that is whole
@@ -40,15 +40,13 @@ COLORS = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the runs")
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)} (default: all of them)")
-    parser.add_argument("--seeds", default="0,1,2", help="default: 0,1,2")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all of them")
+    parser.add_argument("--seeds", nargs="+", default=["0", "1", "2"], help="default: 0 1 2")
     parser.add_argument("--steps", type=int, default=20, help="rounds of 8 x 8 answers (default: 20)")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--json", type=Path, default=Path("docs/data/grpo_tool_calls.json"))
     parser.add_argument("--plot", type=Path, default=Path("docs/data/grpo_tool_calls.png"))
     args = parser.parse_args()
-    if unknown := [way for way in args.ways.split(",") if way not in WAYS]:
-        parser.error(f"--ways {unknown[0]}: choose of {', '.join(WAYS)}")
     run_all(args)
     earlier = json.loads(args.json.read_text(encoding="utf-8")) if args.json.is_file() else {}
     curves = earlier | collect(args.out)
@@ -66,7 +64,7 @@ def main() -> None:
 def run_all(args: argparse.Namespace) -> None:
     """Run all ways and seeds that were asked for, some at a time."""
     # All ways of one seed before the next: what a run that is stopped leaves out is the same of each.
-    runs = [(f"{way}-{seed}", way, seed) for seed, way in product(args.seeds.split(","), args.ways.split(","))]
+    runs = [(f"{way}-{seed}", way, seed) for seed, way in product(args.seeds, args.ways)]
     with ThreadPoolExecutor(args.parallel) as pool:
         started = []
         for name, way, seed in runs:

@@ -121,16 +121,7 @@ def recall_probe(
 
     Returns:
       The prompts, and the answers' token ids.
-
-    Raises:
-      ValueError: a distance that does not fit, or arguments out of range.
     """
-    if count < 1:
-        raise ValueError(f"count {count} is not positive; give 1 or more")
-    if not 5 <= distance <= seq_len - 4:
-        raise ValueError(f"distance {distance} does not fit a prompt of {seq_len} tokens; give 5 to {seq_len - 4}")
-    if not 0 <= distractors < len(corpus.records.words) // 2:
-        raise ValueError(f"distractors {distractors} is not between 0 and {len(corpus.records.words) // 2 - 1}")
     rng, haystack = np.random.default_rng(seed), haystack_of(corpus)
     prompts, answers = [], []
     for _ in range(count):

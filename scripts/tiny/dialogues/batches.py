@@ -46,7 +46,7 @@ class DialogueBatches:
         magnitude.
 
     Raises:
-      ValueError: a size or a share that is out of range.
+      ValueError: `dialogue_fraction` is not between 0 and 1.
     """
 
     corpus: Corpus
@@ -60,11 +60,8 @@ class DialogueBatches:
     long_fraction: float = 1 / 3
 
     def __post_init__(self):
-        if self.seq_len < 512:
-            raise ValueError(f"seq_len {self.seq_len} has no room for dialogues; give at least 512")
         if not 0 <= self.dialogue_fraction <= 1:
             raise ValueError(f"dialogue_fraction {self.dialogue_fraction} is not between 0 and 1")
-        RecallBatches(self.corpus, self.seq_len, self.batch_size, self.seed)  # refuses the rest
 
     def __getitem__(self, index: int) -> Batch:
         num_dialogues = round(self.dialogue_fraction * self.batch_size)
