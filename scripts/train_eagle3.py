@@ -58,7 +58,9 @@ TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 
 def main(argv: list[str] | None = None) -> None:
     """Generate, train, measure."""
-    args = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_run_arguments(parser)
+    args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     sizes = SHORT if args.short else Sizes()
     model = m3jax.load()
@@ -133,12 +135,6 @@ def measure(model: M3, draft: Eagle3, corpus: Corpus, sizes: Sizes, temperature:
         mean_length = round(engine.drafting.mean_length, 4)
         report[f"K = {draft_tokens}"] = {"acceptance": acceptance, "mean_length": mean_length}
     return report
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_run_arguments(parser)
-    return parser
 
 
 if __name__ == "__main__":

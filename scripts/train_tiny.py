@@ -48,7 +48,9 @@ SHORT = (Stage("warm-up", 3, 128, 2, False), Stage("sparse", 3, 256, 2, True))
 
 def main(argv: list[str] | None = None) -> None:
     """Parse arguments, train, measure."""
-    parser = _parser()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_run_arguments(parser)
+    parser.add_argument("--dense", action="store_true", help="dense attention throughout, for comparison")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     names = ("dense", "short", "seed")
@@ -91,13 +93,6 @@ def _optimizer(num_steps: int, learning_rate: float, frozen_index: bool) -> opta
     warmup_steps = min(200, num_steps // 4 + 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup_steps, num_steps, 0.0)
     return make_optimizer(schedule, frozen_index=frozen_index)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_run_arguments(parser)
-    parser.add_argument("--dense", action="store_true", help="dense attention throughout, for comparison")
-    return parser
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from m3jax.media.sizes import FACTOR, PATCH, PATCH_VALUES, TEMPORAL
 from m3jax.text import ChatTemplate, Tokenizer
 from m3jax.train.run import Batch, Batches
 
+_ROOM = 256  # tokens that the longest dialogue about a picture has
 _TOKENS_A_PICTURE = 72  # of a row: as many pictures as it has room for
 # Where in `NAMES` each name stands: its group, and which of that.
 _PLACE_OF_NAME = {name: (number, place) for number, group in enumerate(NAMES) for place, name in enumerate(group)}
@@ -145,6 +146,9 @@ class PictureBatches:
       seq_len: T, at least 256.
       rows: B.
       seed: of all batches, not negative.
+
+    Raises:
+      ValueError: rows without room for a dialogue.
     """
 
     tokenizer: Tokenizer
@@ -152,6 +156,10 @@ class PictureBatches:
     seq_len: int
     rows: int
     seed: int
+
+    def __post_init__(self):
+        if self.seq_len < _ROOM:
+            raise ValueError(f"seq_len {self.seq_len} has no room for dialogues about pictures; give at least {_ROOM}")
 
     @cached_property
     def ids(self) -> PlaceholderIds:
