@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from m3jax.config import M3Config
     from m3jax.decoding import score
     from m3jax.dialogue import chat
-    from m3jax.hub import M3, init, load, quantize, save
+    from m3jax.hub import M3, hub_parameters, init, load, quantize, save
     from m3jax.parallel import make_mesh
     from m3jax.text import Tokenizer
     from m3jax.text_model import TextModel
@@ -26,6 +26,7 @@ __all__ = [
     "chat",
     "checks",
     "generate",
+    "hub_parameters",
     "init",
     "load",
     "make_mesh",
@@ -44,6 +45,7 @@ _HOMES = {
     "chat": "m3jax.dialogue",
     "checks": "m3jax.arrays",
     "generate": "m3jax.completion",
+    "hub_parameters": "m3jax.hub",
     "init": "m3jax.hub",
     "load": "m3jax.hub",
     "make_mesh": "m3jax.parallel",

@@ -2,7 +2,7 @@
 
 from os import PathLike
 
-from m3jax.checkpoint import load, save
+from m3jax.checkpoint import hub_parameters, load, save
 from m3jax.completion import named_drafter
 from m3jax.decoding import Drafter
 from m3jax.model import M3, init, quantize
@@ -25,4 +25,4 @@ def load_drafter(model: M3, name: str | PathLike[str]) -> Drafter:
 M3.save_pretrained = save
 M3.load_drafter = load_drafter
 
-__all__ = ["M3", "init", "load", "quantize", "save"]
+__all__ = ["M3", "hub_parameters", "init", "load", "quantize", "save"]

@@ -172,7 +172,7 @@ print(f"the two heads differ for {differ[late].mean():.0%} of the tokens that dr
 # %% [markdown]
 # The package does the same, for a batch of rows (B = 1 here), with positions and lengths that say which token stands
 # where. These functions are its definition of MSA, one file that can be read beside this notebook:
-# `m3jax/msa/definition.py`.
+# `m3jax/spec/msa.py`.
 
 # %%
 row = lambda x: jnp.asarray(x, jnp.float32)[None]

@@ -92,12 +92,12 @@ def programs() -> Iterator[tuple]:
     call = lambda model, tokens: model(tokens)
     values = lambda model, tokens: model.intermediates(tokens)
     cached = lambda model, cache, tokens, at, ends: model(tokens, cache=cache, positions=at, lengths=ends)
-    tapped = lambda model, cache, tokens, at, ends: model.tapped(
-        tokens, (0, 2, 4), cache=cache, positions=at, lengths=ends
+    tapped = lambda model, cache, tokens, at, ends: model.run(
+        tokens, residual_layers=(0, 2, 4), logits=False, cache=cache, positions=at, lengths=ends
     )
     apart = lambda model, *rest: cached(model.with_layers_apart(4), *rest)
     apart_tapped = lambda model, *rest: tapped(model.with_layers_apart(4), *rest)
-    total = lambda model, *args, **options: model.trunk(*args, **options)[0].astype(jnp.float32).sum()
+    total = lambda model, *args, **options: model.run(*args, logits=False, **options).hidden.astype(jnp.float32).sum()
     gradient = lambda model, tokens: jax.grad(total)(model, tokens)
     remat = lambda model, tokens: jax.grad(lambda model: total(model, tokens, remat=True))(model)
 

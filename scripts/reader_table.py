@@ -17,7 +17,7 @@ WAYS = re.compile(
     r"\b(token_tile|is_ordered|is_tiled|is_invariant|in_place|InPlace|StackedLayer|MXFP8Array|by_tiles|backend|mesh|"
     r"tiles?|[Tt]aps|tapped)\b"
 )
-ROUTE = ("msa/definition.py", "model/definition.py")
+ROUTE = ("spec/msa.py", "spec/model.py")
 HOW = ("model/layers.py", "model/attention.py", "model/moe.py", "model/decoder.py", "model/m3.py")
 
 
@@ -41,8 +41,8 @@ def main() -> None:
     depth = next(event["depth"] for event in events if event["kind"] == "product")
     print(f"frames from model(ids) to its first product          {depth}")
     layer = _spans(events, Decoder.__call__.__code__)[-1]
-    project, attend = (_spans(layer, part.__code__)[0] for part in (Attention.project, Attention.__call__))
-    measured = {"one sparse attention layer, traced": project + attend, "a sparse decoder layer with experts": layer}
+    attention = _spans(layer, Attention.__call__.__code__)[0]
+    measured = {"one sparse attention layer, traced": attention, "a sparse decoder layer with experts": layer}
     for name, span in measured.items():
         calls = [event for event in span if event["kind"] == "call"]
         files = {event["file"] for event in calls}

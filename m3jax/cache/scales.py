@@ -1,7 +1,7 @@
 """Scales for a float8 cache, measured on text."""
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,8 @@ _LARGEST = float(jnp.finfo(FLOAT8).max)
 class ProbedModel(Protocol):
     """A model that shows what its layers compute (`M3`)."""
 
-    def trunk(
-        self, tokens: Int[Array, "B T"], *, probe: Callable[..., PyTree[Array]]
-    ) -> tuple[Float[Array, "B T D"], None, list[PyTree[Array]]]:
-        """Return the residual stream, None, and what `probe` kept of each stack of layers; see `M3.trunk`."""
+    def run(self, tokens: Int[Array, "B T"], *, probe: Callable[..., PyTree[Array]], logits: bool) -> Any:
+        """Return an object whose attribute `probed` has the probe's results for each stack of layers (`M3.run`)."""
         ...
 
 
@@ -68,4 +66,4 @@ def _largest_values(
         index_k = largest("index_k", (0, 1, 2)) if "index_k" in values else jnp.float32(0)  # [B T I] -> []
         return k, v, index_k
 
-    return model.trunk(tokens, probe=probe)[2]
+    return model.run(tokens, probe=probe, logits=False).probed

@@ -10,7 +10,7 @@ from m3jax.compare.quantities import Quantity, quantity
 from m3jax.compare.sides import Side, Value
 from m3jax.config import M3Config
 from m3jax.msa import contiguous_index, walk_scores
-from m3jax.msa.definition import dense_attention, sparse_attention
+from m3jax.spec.msa import dense_attention, sparse_attention
 
 Tensor = Shaped[np.ndarray, "..."]
 # The longest prompt whose attention is recomputed: the definition holds all its scores at once.

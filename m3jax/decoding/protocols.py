@@ -4,7 +4,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Int32, PyTree, Shaped
+from jaxtyping import Array, Float, Int, Int32, PyTree
 
 from m3jax.cache.storage import HostPages
 from m3jax.media.packing import MediaBatch
@@ -133,7 +133,7 @@ def sees(model: TargetModel) -> bool:
 
 @runtime_checkable
 class SeeingModel(TargetModel, Protocol):
-    """A target that reads images and videos; `hidden` and `tapped` take `embeddings` [B T D] in place of its own.
+    """A target that reads images and videos; `hidden` and `run` take `embeddings` [B T D] in place of its own.
 
     Attributes:
       vision: the tower; not None.
@@ -151,44 +151,23 @@ class SeeingModel(TargetModel, Protocol):
 
 
 @runtime_checkable
-class RecordingModel(TargetModel, Protocol):
-    """A target that says which experts and blocks its layers chose, and has other named values."""
+class NamedModel(TargetModel, Protocol):
+    """A target whose values have names: its calls take `edits`, and return values and the residual stream of layers."""
 
-    def recorded(
+    def run(
         self,
         tokens: Int[Array, "B T"],
-        names: tuple[str, ...],
-        layers: tuple[int, ...],
         *,
+        names: tuple[str, ...],
+        residual_layers: tuple[int, ...],
+        logits: bool,
         cache: PagedCache,
         positions: Int[Array, "B T"],
         lengths: Int[Array, "B"],
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"] | None, dict[str, Shaped[Array, "B T ..."]], PagedCache]:
-        """Return what `hidden` and `tapped` do, and choices and values by name; see `M3.recorded`."""
+    ) -> Any:
+        """Return an object with the attributes hidden, cache, values and residuals; see `M3.run`."""
         ...
-
-
-@runtime_checkable
-class NamedModel(RecordingModel, Protocol):
-    """A target whose values have names: its calls take `edits`, and record values of these names."""
 
     def recorded_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return names of values in full, without "*"; ValueError for one that cannot be recorded."""
-        ...
-
-
-@runtime_checkable
-class TappedModel(TargetModel, Protocol):
-    """A target whose residual stream a drafter reads."""
-
-    def tapped(
-        self,
-        tokens: Int[Array, "B T"],
-        layers: tuple[int, ...],
-        *,
-        cache: PagedCache,
-        positions: Int[Array, "B T"],
-        lengths: Int[Array, "B"],
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T A D"], PagedCache]:
-        """Return what `hidden` does, with the residual stream at A layers; see `M3.tapped`."""
         ...

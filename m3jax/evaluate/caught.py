@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from m3jax.config import M3Config
 from m3jax.model import M3
 from m3jax.msa.chunks import map_chunks, rows_within
-from m3jax.msa.definition import chosen_tokens, sees
 from m3jax.parallel import read
+from m3jax.spec.msa import chosen_tokens, sees
 from m3jax.train.losses import mean_attention
 
 _SCORE_BUDGET = 1 << 26  # probabilities of one chunk of queries
@@ -116,7 +116,7 @@ def _caught_by_stack(model: M3, tokens: Int[Array, "B T"], first: int) -> list[F
         )  # [B K T W Z]
         return {"mass": jnp.mean(mass, axis=(0, 2))}  # [K W Z]
 
-    _, _, stacks = model.trunk(tokens, probe=probe)
+    stacks = model.run(tokens, probe=probe, logits=False).probed
     return [values["mass"] for values in stacks if "mass" in values]
 
 

@@ -7,36 +7,31 @@ from m3jax.config import M3Config
 from m3jax.execution.compute import Compute, Remat
 from m3jax.execution.divided import Divided
 from m3jax.execution.fast import Fast, quantises_activations
-from m3jax.execution.keep import Keep, KeepBoth, KeepNamed, KeepNothing, KeepOfEach, KeepResidual, Probe
 from m3jax.execution.layers import run_layers, take_apart
-from m3jax.execution.named import NOTHING, Edit, Inside, Values
 from m3jax.execution.ordered import Ordered, kernels_order
+from m3jax.execution.over_mesh import OverMesh
 from m3jax.execution.projections import Projections
 from m3jax.execution.protocol import Execution
+from m3jax.execution.tap import NO_TAPS, Edit, Probe, Tap, Taps
 from m3jax.execution.tiled import Tiled
 from m3jax.execution.tiled_over_mesh import TiledOverMesh
 
 __all__ = [
-    "NOTHING",
+    "NO_TAPS",
     "Compute",
     "Divided",
     "Edit",
     "Execution",
     "Fast",
-    "Inside",
-    "Keep",
-    "KeepBoth",
-    "KeepNamed",
-    "KeepNothing",
-    "KeepOfEach",
-    "KeepResidual",
     "Ordered",
+    "OverMesh",
     "Probe",
     "Projections",
     "Remat",
+    "Tap",
+    "Taps",
     "Tiled",
     "TiledOverMesh",
-    "Values",
     "execution_of",
     "run_layers",
     "take_apart",
@@ -56,8 +51,9 @@ def execution_of(
       has_cache: whether the calls have a cache.
     """
     if not compute.invariant:
-        # Without a cache, as in training, XLA divides a call as it likes, but for the heads of attention.
-        return (Divided if compute.is_divided and has_cache else Fast)(compute, has_cache)
+        if not compute.is_divided:
+            return Fast(compute, has_cache)
+        return (Divided if has_cache else OverMesh)(compute, has_cache)
     if compute.is_divided:
         return TiledOverMesh(compute, has_cache)
     by_kernels = not quantises_activations(parameters) and kernels_order(config, dtype, compute.backend)

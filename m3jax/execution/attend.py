@@ -7,46 +7,41 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from m3jax.arrays import without_checks
 from m3jax.cache import CallPages, LayerCall, LayerPages, StackCache
-from m3jax.execution.named import HEADS, Values
 from m3jax.execution.projections import Projections
-from m3jax.msa import SelectionRules, select_blocks, walk_scores
+from m3jax.execution.tap import HEADS, Tap
+from m3jax.msa import SelectionRules, walk_scores
 from m3jax.ops import Heads
 from m3jax.parallel import PAGE_AXES, TokenAxes, spec
-
-# A model's arrays are checked where it is called, not again in each layer.
-_select_blocks = without_checks(select_blocks)
+from m3jax.spec.msa import select_blocks
 
 
 def attend(
-    heads: Heads | Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None, values: Values
+    projections: Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None, tap: Tap
 ) -> tuple[Float[Array, "B T N H"], LayerPages]:
-    """Attend with a layer's heads, over what its rows have.
+    """Write a layer's new tokens into its pages and attend over all that its rows have.
 
     Args:
-      heads: of the call's tokens; projections are finished here, if a kernel can do it that also writes the pages.
-      pages: what the rows have in this stack.
-      call: the layer, its tokens' places and positions.
-      rules: of selection; None where the layer attends to every block.
-      values: gets attention, blocks where they are selected, their scores if asked for, and the heads unless a kernel
-        writes them.
+      projections: Projections of the call's tokens. One kernel norms, rotates and writes them where it can.
+      pages: Keys and values of the call's rows in this stack.
+      call: The layer, and its tokens' places and positions.
+      rules: Rules of selection; None if the layer attends to every block.
+      tap: Tap of "q", "k", "v", "index_q", "index_k", "blocks" and "attention", and of "block_scores" if it wants them.
 
     Returns:
       (output, the pages with the new tokens).
     """
-    heads, insert_backend = _finished(heads, pages, call, values)
-    out, pages = _over_pages(heads, pages, call, rules, insert_backend, values)
-    values["attention"] = checkpoint_name(out, "attention")
-    return values["attention"], pages
+    heads, insert_backend = _finished(projections, pages, call, tap)
+    out, pages = _over_pages(heads, pages, call, rules, insert_backend, tap)
+    return tap("attention", checkpoint_name(out, "attention")), pages
 
 
 def attend_over_mesh(
-    heads: Heads | Projections,
+    projections: Projections,
     pages: StackCache,
     call: LayerCall,
     rules: SelectionRules | None,
-    values: Values,
+    tap: Tap,
     mesh: Mesh,
     tokens: TokenAxes | None = None,
 ) -> tuple[Float[Array, "B T N H"], StackCache]:
@@ -59,19 +54,20 @@ def attend_over_mesh(
     that it holds. Where the same devices divide the tokens, each gets the outputs of its own, as it is to project them.
 
     Args:
-      heads, pages, call, rules, values: as of `attend`.
-      mesh: where the pages lie.
-      tokens: how it divides the call's tokens; None for not at all.
+      projections, pages, call, rules, tap: As in `attend`.
+      mesh: Devices that hold the pages.
+      tokens: How the mesh divides the call's tokens; None for not at all.
 
     Raises:
       ValueError: the blocks are to be edited, or their scores asked for: each device selects by itself.
     """
-    if unreachable := sorted(values.edited & {"blocks"} | values.asked & {"block_scores"}):
+    if tap.edits("blocks") or tap.wants("block_scores"):
+        name = "block_scores" if tap.wants("block_scores") else "blocks"
         raise ValueError(
-            f"{unreachable[0]} of a layer whose pages a mesh divides can be neither edited nor scored: give choices, "
+            f"{name} of a layer whose pages a mesh divides can be neither edited nor scored: give choices, "
             "leave the cache out, or load the model on one device"
         )
-    heads, insert_backend = _finished(heads, pages, call, values)
+    heads, insert_backend = _finished(projections, pages, call, tap)
     page_axes = tuple(axis for axis in PAGE_AXES if axis in mesh.shape)
     (kv_axis,) = spec((pages.num_kv_heads,), ("kv_heads",), mesh)  # "tensor", or None where each device has all heads
     by_head = P(None, None, kv_axis)  # [B T heads H]; the G query heads of a KV head lie together
@@ -99,9 +95,9 @@ def attend_over_mesh(
         own_call = call.replace(
             layer=layer, places=places, positions=positions, lengths=lengths, given_blocks=given_blocks
         )
-        on_device = Values()
+        on_device = Tap()
         out, pages = _over_pages(heads, pages, own_call, rules, insert_backend, on_device)
-        return out, on_device.get("blocks"), jax.tree.leaves(pages)
+        return out, on_device.values.get("blocks"), jax.tree.leaves(pages)
 
     # Arrays cross as lists, so that each finds its own spec.
     on_mesh = jax.shard_map(
@@ -116,17 +112,16 @@ def attend_over_mesh(
         *arrays, call.layer, call.places, call.positions, call.lengths, call.given_blocks
     )
     if blocks is not None:
-        values["blocks"] = blocks
-    values["attention"] = out
-    return values["attention"], jax.tree.unflatten(page_structure, page_arrays)
+        tap("blocks", blocks)  # for whoever keeps them: edits were refused above
+    return tap("attention", out), jax.tree.unflatten(page_structure, page_arrays)
 
 
 def attend_by_heads(
-    heads: Heads | Projections,
+    projections: Projections,
     pages: CallPages,
     call: LayerCall,
     rules: SelectionRules | None,
-    values: Values,
+    tap: Tap,
     mesh: Mesh,
 ) -> tuple[Float[Array, "B T N H"], CallPages]:
     """Run `attend` for a call without a cache on every device of a mesh, each for its own KV heads.
@@ -137,15 +132,15 @@ def attend_by_heads(
     it divides well, unless heads lie apart.
 
     Args:
-      heads, call, rules, values: as of `attend`.
-      pages: of the call, which hold nothing before and after it.
-      mesh: of the model.
+      projections, call, rules, tap: As in `attend`.
+      pages: Pages of the call, which are empty before and after it.
+      mesh: The model's mesh.
     """
     if mesh.shape["tensor"] == 1 and not pages.read_by_kernels:
-        return attend(heads, pages, call, rules, values)
-    if values.edited & {"blocks"} or values.asked & {"block_scores"}:  # of all heads, by programs that can be divided
-        return attend(heads, pages, call.replace(backend="xla"), rules, values)
-    heads, _ = _finished(heads, pages, call, values)
+        return attend(projections, pages, call, rules, tap)
+    if tap.edits("blocks") or tap.wants("block_scores"):  # those of all heads, by programs that XLA can divide
+        return attend(projections, pages, call.replace(backend="xla"), rules, tap)
+    heads, _ = _finished(projections, pages, call, tap)
     row_axis, kv_axis = spec((heads.k.shape[0], heads.k.shape[2]), ("tokens", "kv_heads"), mesh)
     by_row, by_head, by_kv_head = P(row_axis), P(row_axis, None, kv_axis), P(row_axis, kv_axis)
     given = {name: head for name, head in heads._asdict().items() if head is not None}
@@ -155,9 +150,9 @@ def attend_by_heads(
         own_call = call.replace(
             layer=layer, places=places, positions=positions, lengths=lengths, given_blocks=given_blocks
         )
-        own_heads, on_device = Heads(**{name: heads.get(name) for name in Heads._fields}), Values()
+        own_heads, on_device = Heads(**{name: heads.get(name) for name in Heads._fields}), Tap()
         out, _ = _over_pages(own_heads, pages, own_call, rules, "xla", on_device)
-        return out, on_device.get("blocks")
+        return out, on_device.values.get("blocks")
 
     on_mesh = jax.shard_map(
         on_each_device,
@@ -168,24 +163,21 @@ def attend_by_heads(
     )
     out, blocks = on_mesh(given, call.layer, call.places, call.positions, call.lengths, call.given_blocks)
     if blocks is not None:
-        values["blocks"] = blocks
-    values["attention"] = checkpoint_name(out, "attention")
-    return values["attention"], pages
+        tap("blocks", blocks)
+    return tap("attention", checkpoint_name(out, "attention")), pages
 
 
 def _finished(
-    heads: Heads | Projections, pages: LayerPages, call: LayerCall, values: Values
+    projections: Projections, pages: LayerPages, call: LayerCall, tap: Tap
 ) -> tuple[Heads | Projections, str]:
-    """Return the heads, and the backend whose kernel finishes and writes them if they are still projections."""
-    if isinstance(heads, Projections):
-        backend = pages.insert_backend(call, heads.raw.q, rotated=2 * heads.cos.shape[-1], dtype=heads.dtype)
-        if backend != "xla" and not values.asked & HEADS:
-            return heads, backend
-        heads = heads.finish()
-    for name, head in heads._asdict().items():
-        if head is not None:
-            values[name] = head
-    return Heads(**{name: values.get(name) for name in Heads._fields}), "xla"
+    """Return the heads and "xla", or the projections and the backend whose kernel finishes and writes them."""
+    if not projections.is_finished:
+        angles, dtype = projections.cos.shape[-1], projections.dtype
+        backend = pages.insert_backend(call, projections.raw.q, rotated=2 * angles, dtype=dtype)
+        if backend != "xla" and not tap.wants(*HEADS):
+            return projections, backend
+    heads = projections.finish()._asdict().items()
+    return Heads(**{name: head if head is None else tap(name, head) for name, head in heads}), "xla"
 
 
 def _over_pages(
@@ -194,7 +186,7 @@ def _over_pages(
     call: LayerCall,
     rules: SelectionRules | None,
     insert_backend: str,
-    values: Values,
+    tap: Tap,
 ) -> tuple[Float[Array, "*Y N H"], LayerPages]:
     """Run `attend` on the device that holds the pages; projections are left only for a kernel of `insert_backend`."""
     if isinstance(heads, Projections):
@@ -206,12 +198,12 @@ def _over_pages(
         pages = pages.write(call, heads.k, heads.v, heads.index_k)
     if rules is not None:
         # The only place where a layer's blocks are chosen; what follows attends to whatever ids it is given.
-        blocks = _selected(heads.index_q, pages, call, rules, values)
+        blocks = _selected(heads.index_q, pages, call, rules, tap)
         if call.given_blocks is not None:
             blocks = jnp.where(call.given_blocks[..., :1] >= 0, call.given_blocks, blocks)
         # By its name a backward pass finds the selection again, and cannot make another (T30).
-        values["blocks"] = checkpoint_name(blocks, "msa_blocks")
-        return pages.attend_selected(call, heads.q, values["blocks"])
+        blocks = tap("blocks", checkpoint_name(blocks, "msa_blocks"))
+        return pages.attend_selected(call, heads.q, blocks)
     # A schedule asked for by name is one of XLA's. The names of schedules for selected blocks mean nothing for dense
     # layers, which are then computed blockwise. A TPU has no kernel for a step's dense layers.
     schedule = call.schedule if call.schedule in ("auto", "mask", "invariant") else "blockwise"
@@ -220,16 +212,14 @@ def _over_pages(
 
 
 def _selected(
-    index_q: Float[Array, "B T K I"], pages: LayerPages, call: LayerCall, rules: SelectionRules, values: Values
+    index_q: Float[Array, "B T K I"], pages: LayerPages, call: LayerCall, rules: SelectionRules, tap: Tap
 ) -> Int[Array, "B K T J"]:
     """Return the blocks that each query keeps, by their scores where an edit changes these."""
     # Selection holds the scores of some queries at a time and gives none away: they are computed by themselves.
-    if "block_scores" in values.asked:
+    if tap.wants("block_scores"):
         index = pages.index_view(call.layer, call.places, index_q.dtype)
         scores = walk_scores(index_q, index, call.positions, call.lengths, rules.score)  # [B K T M]
-        values["block_scores"] = scores
-        if values["block_scores"] is not scores:
-            return _select_blocks(
-                values["block_scores"], call.positions, call.lengths, rules, block_size=index.block_size
-            )
+        scores = tap("block_scores", scores)
+        if tap.edits("block_scores"):
+            return select_blocks(scores, call.positions, call.lengths, rules, block_size=index.block_size)
     return pages.select(call, index_q, rules)

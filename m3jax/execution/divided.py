@@ -23,7 +23,9 @@ from m3jax.execution.experts import (
     sums_by_dispatch,
     sums_by_gathering,
 )
-from m3jax.execution.fast import NUM_INPUTS, Fast
+from m3jax.execution.fast import NUM_INPUTS
+from m3jax.execution.over_mesh import OverMesh
+from m3jax.execution.projections import Projections
 from m3jax.make import dotted_path
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import measured, project, project_each
@@ -63,7 +65,7 @@ def divided_layer(layer: PyTree, compute: Compute, least_tokens: int, is_ordered
     return jax.tree_util.tree_map_with_path(on_mesh, layer, is_leaf=is_matrix)
 
 
-class Divided(Fast):
+class Divided(OverMesh):
     """An `Execution` in which devices exchange what `TokenAxes` says and no more, and run kernels on what they hold.
 
     A layer has two sums over the tensor axis, of attention's and of the feed-forward part's `[tokens, D]`. Where tokens
@@ -80,9 +82,9 @@ class Divided(Fast):
         """Return how the mesh divides tokens of a call, [X] or [B T]."""
         return token_axes(shape, self.compute.mesh, measured.DIVIDED_TOKENS[platform()])
 
-    def heads(self, projections):
-        """Return projections whose queries are finished where their tokens are: every device gets them in 16 bits."""
-        mesh, tokens = self.compute.mesh, self.token_axes(*projections.raw.q.shape[:2])
+    def finish_queries(self, projections: Projections, tokens: TokenAxes) -> Projections:
+        """Return projections with queries finished where their tokens are: every device then gets them in 16 bits."""
+        mesh = self.compute.mesh
         if not tokens.products:
             return projections
         projections = projections.finish_queries()
@@ -93,11 +95,11 @@ class Divided(Fast):
                 raw[name] = jax.lax.with_sharding_constraint(raw[name], NamedSharding(mesh, partition))
         return projections.replace(raw=ops.Heads(**raw))
 
-    def attend(self, heads, pages, call, rules, values):
+    def attend(self, projections, pages, call, rules, tap):
         """Write, select and attend on the devices that hold the pages; each gets the outputs of its own tokens."""
         mesh, tokens = self.compute.mesh, self.token_axes(*call.positions.shape)
-        call = call.replace(schedule=self.compute.schedule, backend=self.compute.backend)
-        return attend_over_mesh(heads, pages, call, rules, values, mesh, tokens)
+        projections = self.finish_queries(projections, tokens)
+        return attend_over_mesh(projections, pages, self.as_set(call), rules, tap, mesh, tokens)
 
     def add_norm(self, x, update, weight, eps):
         """Return a residual addition and its norm, each token on one device."""
@@ -118,6 +120,8 @@ class Divided(Fast):
         are divided, over the expert axis too, whose devices then exchange them: each gets all of the others', or those
         that chose its experts, whichever moves fewer bytes (`dispatch_capacity`).
         """
+        shape = x.shape
+        x, expert_ids, weights = (y.reshape(-1, y.shape[-1]) for y in (x, expert_ids, weights))  # [X D], [X A] twice
         mesh, tokens = self.compute.mesh, self.token_axes(len(x))
         experts, layer = ExpertWeights(*[matrix.stack for matrix in matrices]), matrices[0].layer
         up_spec, down_spec = spec(experts.up.shape, UP_AXES, mesh), spec(experts.down.shape, DOWN_AXES, mesh)
@@ -130,7 +134,7 @@ class Divided(Fast):
         of_matrices = ExpertWeights(up_spec, up_spec, down_spec), [one.specs for one in shared]
         in_specs = (*of_matrices, *[tokens.of_products()] * 3, P())
         run = self._over_mesh(on_each_device, in_specs, tokens.of_stream())
-        return run(experts, [one.weight for one in shared], x, expert_ids, weights, layer), True
+        return run(experts, [one.weight for one in shared], x, expert_ids, weights, layer).reshape(shape)
 
     def _part_of_sums(
         self,

@@ -1,28 +1,20 @@
 """The fastest implementation: kernels where there are some for a call, XLA elsewhere."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from m3jax import ops
+from m3jax.cache import LayerCall
 from m3jax.execution import plain
-from m3jax.execution.attend import attend, attend_by_heads, attend_over_mesh
+from m3jax.execution.attend import attend
 from m3jax.execution.compute import Compute, Remat
-from m3jax.execution.experts import experts_over_mesh
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.numerics import einsum
-from m3jax.ops import measured
-from m3jax.ops.experts import ExpertWeights
-from m3jax.parallel import spec
-from m3jax.platform import platform
-from m3jax.weights import StackedLayer
+from m3jax.ops.experts import Activation, ExpertWeights
+from m3jax.weights import StackedLayer, Weight
 
 NUM_INPUTS = {"o_proj": 2}  # axes that a product with a layer's matrix sums over; one for all others
 
@@ -41,8 +33,6 @@ class Fast:
 
     takes_layers_apart = True
 
-    sum_over_devices = staticmethod(jax.lax.psum)
-
     @property
     def remat(self) -> Remat:
         """The activations that the backward pass recomputes, as of `Compute`."""
@@ -50,11 +40,8 @@ class Fast:
 
     @property
     def product_backend(self) -> str:
-        """The backend of a layer's products, norms and routers: XLA alone where devices divide arrays.
-
-        A kernel sees one device's memory.
-        """
-        return "xla" if self.compute.is_divided else self.compute.backend
+        """The backend of a layer's products, norms and routers."""
+        return self.compute.backend
 
     def call_pages(self, block_size):
         """Return empty pages as the settings make them."""
@@ -73,18 +60,13 @@ class Fast:
         by_xla = lambda x, update, weight: plain.add_norm(x, update, weight, eps)
         return ops.add_norm(by_xla, x, update, weight, eps=eps, backend=self.product_backend)
 
-    def heads(self, projections):
-        """Return projections as they are: a kernel that writes pages may finish them."""
-        return projections
+    def attend(self, projections, pages, call, rules, tap):
+        """Write new tokens, select and attend."""
+        return attend(projections, pages, self.as_set(call), rules, tap)
 
-    def attend(self, heads, pages, call, rules, values):
-        """Write new tokens, select and attend: on this device, or on each device that holds pages."""
-        call = call.replace(schedule=self.compute.schedule, backend=self.compute.backend)
-        if not self.compute.is_divided:
-            return attend(heads, pages, call, rules, values)
-        # Keys of a call by itself are divided by their heads; pages of a cache lie where they are.
-        over_mesh = attend_over_mesh if self.has_cache else attend_by_heads
-        return over_mesh(heads, pages, call, rules, values, self.compute.mesh)
+    def as_set(self, call: LayerCall) -> LayerCall:
+        """Return a layer's call with the schedule and backend of the settings."""
+        return call.replace(schedule=self.compute.schedule, backend=self.compute.backend)
 
     def choose_experts(self, logits, bias, top_k):
         """Return the router's choice: by one kernel for few tokens, by XLA elsewhere."""
@@ -92,57 +74,36 @@ class Fast:
         return ops.choose_experts(by_xla, logits, bias, top_k=top_k, backend=self.product_backend)
 
     def experts(self, x, expert_ids, weights, matrices, activate, shared, scale):
-        """Return the sum of each token's experts, computed where they lie; one kernel may run the shared expert too."""
+        """Return the sum of each token's experts and the shared one; one kernel may run all of them."""
+        # Experts stay in the stack of all layers: cut out, a layer's would be copied whole to use a few of them.
         experts, layer = ExpertWeights(*[matrix.stack for matrix in matrices]), matrices[0].layer
         how = dict(path=self.compute.expert_path, backend=self.compute.backend)
-        # Experts stay in the stack of all layers: cut out, a layer's would be copied whole to use a few of them.
-        if self.compute.is_divided:
-            sums = self.sum_of_experts, self.sum_over_devices
-            routed = experts_over_mesh(
-                x, experts, expert_ids, weights, layer, activate, *sums, mesh=self.compute.mesh, **how
-            )
-            return scale * routed, False
-        if not ops.joins_shared(x, experts, shared, **how):
-            shared = ()
-        out = ops.run_experts(x, experts, expert_ids, layer, activate, shared=shared, **how)  # [X C D]
+        # An expert takes its tokens wherever in the batch they are: to it all rows are one.
+        tokens, expert_ids, weights = (y.reshape(-1, y.shape[-1]) for y in (x, expert_ids, weights))  # [X D], [X A]
+        joined = shared if ops.joins_shared(tokens, experts, shared, **how) else ()
+        out = ops.run_experts(tokens, experts, expert_ids, layer, activate, shared=joined, **how)  # [X C D]
         routed = scale * self.sum_of_experts(out[:, : expert_ids.shape[1]], weights)
-        return (routed + out[:, -1], True) if shared else (routed, False)
+        if joined:
+            return (routed + out[:, -1]).reshape(x.shape)
+        return self.add_shared(x, routed.reshape(x.shape), shared, activate)
+
+    def add_shared(
+        self, x: Float[Array, "B T D"], routed: Float[Array, "B T D"], shared: tuple[Weight, ...], activate: Activation
+    ) -> Float[Array, "B T D"]:
+        """Return the scaled routed sum plus the shared expert, in the accumulator's dtype."""
+        return self.each_token(lambda x, routed: routed + plain.shared_expert(x, shared, activate))(x, routed)
 
     def sum_of_experts(self, out: Float[Array, "X A D"], weights: Float[Array, "X A"]) -> Float[Array, "X D"]:
         """Return the weighted sum over each token's experts."""
         return plain.weighted_sum(out, weights)
 
     def embed(self, tokens, table):
-        """Return the table's rows. On a mesh each device reads those that it holds, and a sum joins them."""
-        mesh = self.compute.mesh
-        table_spec = PartitionSpec() if mesh is None else spec(table.shape, ("vocab", None), mesh)
-        if not any(table_spec):
-            return table[tokens]
-
-        def on_each_device(tokens, rows):
-            row = tokens - jax.lax.axis_index(table_spec[0]) * len(rows)
-            is_held = (row >= 0) & (row < len(rows))
-            held = jnp.where(is_held[..., None], rows[jnp.where(is_held, row, 0)], 0)
-            backend = ops.exchange_backend(tokens.size, self.compute.backend)
-            return ops.psum(held, table_spec[0], mesh, backend)
-
-        # Left to itself the compiler of a GPU makes a slice of one token's lookup, and gathers the table for it.
-        by_row = PartitionSpec(*spec(tokens.shape[:1], ("tokens",), mesh))
-        on_mesh = jax.shard_map(
-            on_each_device, mesh=mesh, in_specs=(by_row, table_spec), out_specs=by_row, check_vma=False
-        )
-        return on_mesh(tokens, table)
+        """Return the table's rows."""
+        return table[tokens]
 
     def unembed(self, hidden, head):
-        """Return logits, by one product of all tokens.
-
-        On a mesh each device multiplies its part of the head. Logits of few tokens then go to every device, so that
-        drawing one of them exchanges nothing more.
-        """
-        product, mesh = partial(einsum, "...d,vd->...v"), self.compute.mesh
-        if not self.compute.is_divided or math.prod(hidden.shape[:-1]) >= measured.DIVIDED_TOKENS[platform()]:
-            return product(hidden, head)
-        return unembed_over_mesh(product, hidden, head, mesh, self.compute.backend)
+        """Return logits, by one product of all tokens."""
+        return einsum("...d,vd->...v", hidden, head)
 
     def reads_in_place(
         self, name: str, stack: Float[Array, "L ..."] | MXFP8Array, num_rows: int, dtype: DTypeLike
@@ -161,36 +122,6 @@ class Fast:
     def prepared(self, layer):
         """Return the layer as it is."""
         return layer
-
-
-def unembed_over_mesh(
-    product: Callable[[Array, Array], Array],
-    hidden: Float[Array, "... D"],
-    head: Float[Array, "V D"],
-    mesh: Mesh,
-    backend: str,
-) -> Float[Array, "... V"]:
-    """Return logits on every device, each of which multiplies its part of the head: the compiler would gather the head.
-
-    Args:
-      product: of hidden states and rows of the head.
-      hidden, head: as of `Fast.unembed`; every device has the hidden states.
-      mesh: of the devices.
-      backend: of their exchange (`m3jax.ops.all_gather`).
-    """
-    by_word = spec(head.shape, ("logits", None), mesh)
-
-    def on_each_device(hidden, head):
-        logits = product(hidden, head)  # [... v]
-        if by_word[0] is None:
-            return logits
-        parts = ops.all_gather(logits, by_word[0], mesh, backend)  # [devices ... v]
-        return jnp.moveaxis(parts, 0, -2).reshape(*logits.shape[:-1], -1)
-
-    on_mesh = jax.shard_map(
-        on_each_device, mesh=mesh, in_specs=(PartitionSpec(), by_word), out_specs=PartitionSpec(), check_vma=False
-    )
-    return on_mesh(hidden, head)
 
 
 def quantises_activations(parameters) -> bool:

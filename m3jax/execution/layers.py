@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from m3jax.cache import Cache, LayerPages
-from m3jax.execution.keep import Keep
 from m3jax.execution.protocol import Execution
 from m3jax.make import dotted_path
 from m3jax.mxfp8 import MXFP8Array
@@ -26,33 +25,44 @@ _of_cudnn = lambda primitive, *_, **__: primitive.name.startswith("dot_product_a
 SAVED = {True: _named(*_CHOICES), "products": _both(_named(*_CHOICES, *_OF_PRODUCTS), _of_cudnn)}
 
 
-def run_layers(
-    stacks: Sequence[nnx.Module], x: Float[Array, "B T D"], context: Any, cache: Cache | None, keep: Keep
-) -> tuple[Float[Array, "B T D"], Cache | None, list[PyTree[Array]], PyTree[Array]]:
+class Layers(NamedTuple):
+    """The results of a model's layers.
+
+    Attributes:
+      x: Residual stream after the last layer.
+      cache: The cache with the new tokens; None in a call without one.
+      kept: Values by own name for each run of layers that are edited and kept alike (`Taps.runs`), stacked over its
+        layers.
+      probed: Results of the call's probe for each of these runs; None without a probe.
+      residuals: Residual stream at `Taps.residual_layers`, and one unused place; None if none is kept.
+    """
+
+    x: Float[Array, "B T D"]
+    cache: Cache | None
+    kept: list[dict[str, Array]]
+    probed: list[PyTree[Array]]
+    residuals: Float[Array, "_ B T D"] | None
+
+
+def run_layers(stacks: Sequence[nnx.Module], x: Float[Array, "B T D"], context: Any, cache: Cache | None) -> Layers:
     """Run all layers of a model.
 
     Args:
-      stacks: consecutive layers of one kind each (`m3jax.model.decoder.Decoder`), whose parameters have a leading
-        layer axis. A call of one, with the parameters of one layer, is (x, context, pages, layer) -> (x, pages,
-        values).
-      x: the residual stream.
-      context: what the layers of the call share (`m3jax.model.context.Context`).
-      cache: the keys that the call's rows have; None if the call makes all that it reads.
-      keep: what is kept of each layer.
-
-    Returns:
-      (residual stream, the cache with the new tokens, what was kept of the layers of each stack, memory of `keep`).
-      Where the call changes or keeps values of some layers only, what was kept is that of each run of layers alike
-      (`m3jax.execution.Inside.runs`).
+      stacks: Consecutive layers of one kind each (`m3jax.model.decoder.Decoder`), whose parameters have a leading layer
+        axis. A call of one, with the parameters of one layer, is (x, context, pages, layer, tap) -> (x, pages).
+      x: Residual stream before the first layer.
+      context: Values that the layers of the call share (`m3jax.model.context.Context`).
+      cache: Keys of the call's rows; None if the call computes all that it reads.
     """
-    how, memory, new_stacks, kept, num_before = context.how, keep.start(x), [], [], 0
+    how, taps, residuals = context.how, context.taps, context.taps.no_residuals(x)
+    new_stacks, kept, num_before = [], [], 0
     for index, stack in enumerate(stacks):
         # A call without a cache attends over pages that its layers are about to make.
         pages = how.call_pages(context.config.index_block_size) if cache is None else cache.stacks[index]
         parameters, as_layer = _layers_of(stack, how, num_rows=x.shape[0] * x.shape[1], dtype=x.dtype)
-        of_stack, carry = context.of_stack(index, cache), (x, pages, memory)
-        for first, end in context.inside.runs(num_before, stack.depth):
-            step = partial(run_layer, as_layer, of_stack, keep, num_before, first)
+        of_stack, carry = context.of_stack(index, cache), (x, pages, residuals)
+        for first, end in taps.runs(num_before, stack.depth):
+            step = partial(run_layer, as_layer, of_stack, num_before, first)
             if how.remat:
                 step = jax.checkpoint(step, policy=SAVED[how.remat])
             layer_ids = jnp.arange(first, end, dtype=jnp.int32)
@@ -68,16 +78,16 @@ def run_layers(
                 part = partial(_step_of_part, step, parameters)
                 carry, kept_of_layers = jax.lax.scan(part, carry, layer_ids)
             kept.append(kept_of_layers)
-        x, pages, memory = carry
+        x, pages, residuals = carry
         new_stacks.append(pages)
         num_before += stack.depth
-    return x, None if cache is None else cache.replace(stacks=tuple(new_stacks)), kept, memory
+    cache = None if cache is None else cache.replace(stacks=tuple(new_stacks))
+    return Layers(x, cache, [values for values, _ in kept], [probed for _, probed in kept], residuals)
 
 
 def run_layer(
     as_layer: Callable[[PyTree[Array], Int[Array, ""]], nnx.Module],
     context: Any,
-    keep: Keep,
     num_before: int,
     first: int,
     carry: tuple[Float[Array, "B T D"], LayerPages, PyTree[Array]],
@@ -86,24 +96,25 @@ def run_layer(
     """Run one layer, as a turn of a scan.
 
     Args:
-      as_layer: makes a module of the layer's parameters, given which layer of the stack it is.
-      context, keep: as of `run_layers`.
-      num_before: layers of the model before this stack.
-      first: layer of the stack; all layers of this scan have the edits, and keep the values, that it has.
-      carry: the residual stream, pages of the stack, memory of `keep`.
-      parameters_and_layer: of this turn.
+      as_layer: Function that makes a module of the layer's parameters and its index in the stack.
+      context: Values that the layers of the call share.
+      num_before: Layers of the model before this stack.
+      first: First layer of the scan, in the stack; its edits and kept values are those of all layers of the scan.
+      carry: The residual stream, pages of the stack, and kept residuals.
+      parameters_and_layer: Parameters of this turn's layer, and its index in the stack.
 
     Returns:
-      (the carry of the next turn, what is kept of this layer by itself).
+      (the carry of the next turn, (kept values by name, the probe's result)).
     """
-    x, pages, memory = carry
+    x, pages, residuals = carry
     parameters, layer = parameters_and_layer
-    decoder = as_layer(parameters, layer)
-    values = context.inside.values(num_before, first, layer, context)
-    x, pages = decoder(x, context, pages, layer, values)
-    # All named values are offered to `keep`; what it leaves out is read by nothing, and compiled away.
-    memory, kept = keep.after_layer(memory, num_before, layer, values, context)
-    return (x, pages.after_layer(), memory), kept
+    decoder, taps = as_layer(parameters, layer), context.taps
+    tap = taps.of_layer(num_before, first, layer, context)
+    x, pages = decoder(x, context, pages, layer, tap)
+    residuals = taps.keep_residual(residuals, num_before + layer + 1, x)
+    # The probe is offered all values; those that it leaves out are read by nothing, and compiled away.
+    probed = None if taps.probe is None else taps.probe(dict(tap.values), context)
+    return (x, pages.after_layer(), residuals), (tap.kept, probed)
 
 
 def _step_of_part(step: Callable, parameters: PyTree[Array], carry: PyTree[Array], layer: Int[Array, ""]) -> tuple:

@@ -11,6 +11,7 @@ from m3jax import ops
 from m3jax.config import M3Config
 from m3jax.execution import plain
 from m3jax.execution.fast import NUM_INPUTS, Fast
+from m3jax.execution.projections import Projections
 from m3jax.execution.tiled import Tiled
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.weights import StackedLayer
@@ -30,9 +31,10 @@ class Ordered(Fast):
         by_xla = lambda x, update, weight: plain.add_norm(x, update, weight, eps)
         return ops.add_norm(by_xla, x, update, weight, eps=eps, backend="xla", is_ordered=True)
 
-    def heads(self, projections):
-        """Return heads finished by the kernel that norms and rotates."""
-        return projections.finish_in_order()
+    def attend(self, projections, pages, call, rules, tap):
+        """Norm and rotate by the kernel for any number of tokens, then write, select and attend."""
+        heads = Projections.of_heads(projections.finish_in_order())
+        return super().attend(heads, pages, call, rules, tap)
 
     def sum_of_experts(self, out, weights):
         """Return the weighted sum, adding one expert after the other."""

@@ -3,12 +3,17 @@
 `m3jax.model.layers` gives these functions their names in the model.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from m3jax.numerics import accumulator
+from m3jax.ops import project, project_each
+from m3jax.ops.experts import Activation
+from m3jax.weights import Weight
 
 
 def gemma_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
@@ -87,6 +92,18 @@ def replay_experts(
     is_given = given_ids[:, :1] >= 0  # [X 1]
     is_another = is_given & jnp.any(given_ids != expert_ids, axis=-1, keepdims=True)
     return jnp.where(is_given, given_ids, expert_ids), jnp.where(is_another, given_weights, weights)
+
+
+def shared_expert(x: Float[Array, "... D"], matrices: Sequence[Weight], activate: Activation) -> Float[Array, "... D"]:
+    """Return an MLP of x, left in the accumulator's dtype.
+
+    Args:
+      x: Tokens.
+      matrices: Gate, up and down, [D F] twice and [F D].
+      activate: Function of gate and up, element by element; it rounds its result.
+    """
+    gate, up = project_each("...d,df->...f", x, matrices[:2])  # [... F] twice
+    return project("...f,fd->...d", activate(gate, up), matrices[2])
 
 
 def weighted_sum(out: Float[Array, "X A D"], weights: Float[Array, "X A"]) -> Float[Array, "X D"]:

@@ -13,24 +13,35 @@ class Projections:
     """Projections before norm and rotation, with what these two need.
 
     Attributes:
-      raw: q [B T N H], k and v [B T K H], index_q [B T K I] and index_k [B T I], in the accumulator's dtype.
-      norms: weights of their norms, [H] or [I]; v has none, and queries that are finished have none any more.
-      cos: cosines of each token's angles.
-      sin: sines.
-      eps: of the norm.
-      dtype: what is computed in the accumulator's dtype is rounded to this, once.
+      raw: Arrays q [B T N H], k and v [B T K H], index_q [B T K I] and index_k [B T I], in the accumulator's dtype, or
+        finished.
+      norms: Weights of their norms, [H] or [I]. v has none, and neither have heads that are finished.
+      cos: Cosines of each token's angles.
+      sin: Sines of each token's angles.
+      eps: Epsilon of the norm.
+      dtype: Dtype that finished heads are rounded to, once.
     """
 
     raw: Heads
     norms: Heads
-    cos: Float[Array, "B T R"]
-    sin: Float[Array, "B T R"]
-    eps: float = struct.field(pytree_node=False)
-    dtype: DTypeLike = struct.field(pytree_node=False)
+    cos: Float[Array, "B T R"] | None = None
+    sin: Float[Array, "B T R"] | None = None
+    eps: float = struct.field(pytree_node=False, default=0.0)
+    dtype: DTypeLike = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def of_heads(cls, heads: Heads) -> "Projections":
+        """Return projections with nothing left to do."""
+        return cls(heads, Heads(q=None, k=None), dtype=heads.q.dtype)
+
+    @property
+    def is_finished(self) -> bool:
+        """True if nothing is left to do."""
+        return self.norms.k is None
 
     def finish(self) -> Heads:
         """Return queries, keys and values: normed, rotated, rounded."""
-        return self._heads_by(self._norm_and_rotate)
+        return self.raw if self.is_finished else self._heads_by(self._norm_and_rotate)
 
     def finish_queries(self) -> "Projections":
         """Return the same with queries, and index queries, that are normed, rotated and rounded already."""

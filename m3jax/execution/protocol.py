@@ -9,11 +9,10 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.cache import LayerCall, LayerPages
 from m3jax.execution.compute import Remat
-from m3jax.execution.named import Values
 from m3jax.execution.projections import Projections
+from m3jax.execution.tap import Tap
 from m3jax.msa import SelectionRules
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import Heads
 from m3jax.ops.experts import Activation
 from m3jax.weights import StackedLayer, Weight
 
@@ -50,17 +49,8 @@ class Execution(Protocol):
         """Return x + update and its norm times 1 + weight, each rounded once; without an update, x and its norm."""
         ...
 
-    def heads(self, projections: Projections) -> Heads | Projections:
-        """Norm, rotate and round projections, or leave that to `attend`."""
-        ...
-
     def attend(
-        self,
-        heads: Heads | Projections,
-        pages: LayerPages,
-        call: LayerCall,
-        rules: SelectionRules | None,
-        values: Values,
+        self, projections: Projections, pages: LayerPages, call: LayerCall, rules: SelectionRules | None, tap: Tap
     ) -> tuple[Float[Array, "B T N H"], LayerPages]:
         """Write a layer's new tokens into its pages and attend (`m3jax.execution.attend.attend`)."""
         ...
@@ -73,27 +63,27 @@ class Execution(Protocol):
 
     def experts(
         self,
-        x: Float[Array, "X D"],
-        expert_ids: Int[Array, "X A"],
-        weights: Float[Array, "X A"],
+        x: Float[Array, "B T D"],
+        expert_ids: Int[Array, "B T A"],
+        weights: Float[Array, "B T A"],
         matrices: tuple[StackedLayer, StackedLayer, StackedLayer],
         activate: Activation,
-        shared: tuple[Weight, ...],
+        shared: tuple[Weight, Weight, Weight],
         scale: float,
-    ) -> tuple[Float[Array, "X D"], bool]:
-        """Return the scaled sum of each token's experts, in the accumulator's dtype; no token is dropped.
+    ) -> Float[Array, "B T D"]:
+        """Return each token's weighted sum of experts times `scale`, plus its shared expert; no token is dropped.
 
         Args:
-          x: tokens.
-          expert_ids: the A experts that each token chose.
-          weights: of these experts in the sum.
-          matrices: gate, up and down of all experts, in the stack that they are a layer of.
-          activate: of gate and up, element by element.
-          shared: gate, up and down of the layer's shared expert, if it is to be run with the others.
-          scale: the factor of the weighted sum; the shared expert is added as it is.
+          x: Tokens.
+          expert_ids: Experts of each token.
+          weights: Weights of these experts in the sum.
+          matrices: Gate, up and down of all experts, in the stack that they are a layer of.
+          activate: Function of gate and up, element by element; it rounds its result.
+          shared: Gate, up and down of the layer's shared expert.
+          scale: Factor of the weighted sum. The shared expert is added as it is.
 
         Returns:
-          (scale times the weighted sum, True if the shared expert was added to it and False if the caller has to).
+          The sum, in the accumulator's dtype.
         """
         ...
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from m3jax.execution import plain
 from m3jax.execution.fast import Fast
+from m3jax.execution.projections import Projections
 from m3jax.numerics import einsum
 from m3jax.tiles import by_tiles
 
@@ -41,9 +42,11 @@ class Tiled(Fast):
         """Return a residual addition and its norm, tile by tile."""
         return self.each_token(lambda x, update: plain.add_norm(x, update, weight, eps))(x, update)
 
-    def heads(self, projections):
-        """Return heads, finished with the rest of the tile."""
-        return projections.finish()
+    def attend(self, projections, pages, call, rules, tap):
+        """Norm and rotate tile by tile, then write, select and attend."""
+        finish = lambda raw, cos, sin: projections.replace(raw=raw, cos=cos, sin=sin).finish()
+        heads = self.each_token(finish)(projections.raw, projections.cos, projections.sin)
+        return super().attend(Projections.of_heads(heads), pages, call, rules, tap)
 
     def sum_of_experts(self, out, weights):
         """Return the weighted sum, tile by tile."""

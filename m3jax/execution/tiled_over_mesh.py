@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from m3jax.execution.divided import divided_layer
-from m3jax.execution.fast import unembed_over_mesh
+from m3jax.execution.over_mesh import OverMesh, unembed_over_mesh
 from m3jax.execution.tiled import Tiled
 from m3jax.numerics import sum_over_devices
 
@@ -29,7 +29,7 @@ def with_even_columns(
     return jnp.pad(expert_ids, unused, constant_values=-1), jnp.pad(weights, unused)
 
 
-class TiledOverMesh(Tiled):
+class TiledOverMesh(Tiled, OverMesh):
     """A `Tiled` whose programs say what each device multiplies, and in which order parts of a sum are added.
 
     Left to itself the compiler divides a tile in one way in one program and in another way in the next, and an
@@ -48,7 +48,8 @@ class TiledOverMesh(Tiled):
 
     def experts(self, x, expert_ids, weights, matrices, activate, shared, scale):
         """Return the sum of each token's experts; each device of the context axis has the same share of every token."""
-        choices = with_even_columns(expert_ids, weights, self.compute.mesh.shape["context"])
+        choices = (y.reshape(-1, y.shape[-1]) for y in (expert_ids, weights))  # [X A] twice
+        choices = with_even_columns(*choices, self.compute.mesh.shape["context"])
         return super().experts(x, *choices, matrices, activate, shared, scale)
 
     def unembed(self, hidden, head):

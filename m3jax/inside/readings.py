@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 from m3jax.inside.edits import Add, PatchAt, WithoutExpert
 from m3jax.model import M3, Choices
 from m3jax.model.choices import NAMES
-from m3jax.msa.definition import chosen_tokens, sees
 from m3jax.ops import project
+from m3jax.spec.msa import chosen_tokens, sees
 
 Values = Mapping[str, Array]
 Metric = Callable[[Float[Array, "B T V"]], Float[Array, ""]]  # of logits, such as `logit_difference` gives one
@@ -179,7 +179,7 @@ def choices_of(model: M3, tokens: Int[Array, "B T"]) -> Choices:
       model: the model.
       tokens: token ids.
     """
-    return Choices(**model.recorded(tokens, NAMES)[2])
+    return Choices(**model.run(tokens, names=NAMES, logits=False).values)
 
 
 def gradients(

@@ -1,11 +1,13 @@
 """Attention of one layer: project, write, select, attend, project."""
 
+from functools import partial
+
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from m3jax.cache import LayerCall, LayerPages
 from m3jax.config import M3Config
-from m3jax.execution import Projections, Values
+from m3jax.execution import Projections, Tap
 from m3jax.make import Make
 from m3jax.model.context import Context
 from m3jax.ops import Heads, project, project_each
@@ -35,10 +37,22 @@ class Attention(nnx.Module):
             self.index_q_norm = make.norm((depth, index_dim))
             self.index_k_norm = make.norm((depth, index_dim))
 
-    def project(
-        self, x: Float[Array, "B T D"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"], context: Context
-    ) -> Heads | Projections:
-        """Return each token's queries, keys and values: projected here, normed and rotated here or in the call."""
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, pages: LayerPages, layer: Int[Array, ""], tap: Tap
+    ) -> tuple[Float[Array, "B T D"], LayerPages]:
+        """Return one layer's attention.
+
+        Args:
+          x: Output of the layer's first norm.
+          context: Values that the layers of the call share.
+          pages: Keys of the call's rows in this stack, or empty pages in a call without a cache.
+          layer: Index of the layer in its stack.
+          tap: Tap of q, k, v, index_q, index_k, block_scores, blocks and attention.
+
+        Returns:
+          (the output projection, in the accumulator's dtype; the pages with the new tokens).
+        """
+        how, eps = context.how, context.config.rms_norm_eps
         weights = [self.q_proj[...], self.k_proj[...], self.v_proj[...]]
         norms = Heads(q=self.q_norm[...], k=self.k_norm[...])
         if self.is_sparse:
@@ -46,35 +60,20 @@ class Attention(nnx.Module):
             norms = norms._replace(index_q=self.index_q_norm[...], index_k=self.index_k_norm[...])
         # "..." is the axis of heads; index keys have one head, and no axis for it. The index branch reads the residual
         # stream but does not train it (paper, 3.2; T33).
-        products = project_each("btd,d...h->bt...h", x, weights, num_detached=len(weights) - 3)
+        project = partial(project_each, "btd,d...h->bt...h", weights=weights, num_detached=len(weights) - 3)
         # Left in float32: a head is rounded once, after its norm and its rotation.
-        return context.how.heads(Projections(Heads(*products), norms, cos, sin, context.config.rms_norm_eps, x.dtype))
-
-    def __call__(
-        self, heads: Heads | Projections, context: Context, pages: LayerPages, layer: Int[Array, ""], values: Values
-    ) -> tuple[Float[Array, "B T X"], LayerPages]:
-        """Attend with one layer's heads, between `project` and `project_out`.
-
-        Args:
-          heads: of the call's tokens, from `project`.
-          context: what the layers of this call share.
-          pages: the keys that the call's rows have in this stack, or those that the call is about to make.
-          layer: which layer of the stack.
-          values: gets the named values on the way: q, k, v, index_q, index_k, blocks, attention; block_scores where
-            they are asked for; where a kernel writes the pages, the heads only where they are asked for.
-
-        Returns:
-          (outputs of all heads side by side, X = N * H, in the model's dtype, the pages with the new tokens).
-        """
+        heads = Heads(*how.each_token(project)(x))
+        projections = Projections(heads, norms, context.cos, context.sin, eps, x.dtype)
         # Without rules the layer attends to every block; a sparse one does so in the dense warm-up of training.
         rules = context.rules if self.is_sparse and not context.dense else None
         given = context.given(layer).blocks
         call = LayerCall(layer, context.places, context.positions, context.lengths, given)
-        attention, pages = context.how.attend(heads, pages, call, rules, values)  # [B T N H]
-        return attention.reshape(*attention.shape[:2], -1), pages  # [B T N*H]
+        attention, pages = how.attend(projections, pages, call, rules, tap)  # [B T N H]
+        attention = attention.reshape(*attention.shape[:2], -1)  # [B T N*H]
+        return how.each_token(self.project_out)(attention), pages
 
     def project_out(self, attention: Float[Array, "B T X"]) -> Float[Array, "B T D"]:
-        """Return the output projection, left in the accumulator's dtype."""
+        """Return the output projection of all heads side by side, X = N * H, left in the accumulator's dtype."""
         # One contracted axis: over two, XLA's CPU backend would transpose the weights in every step.
         return project("btx,xd->btd", attention, merge_inputs(self.o_proj[...], 2))
 

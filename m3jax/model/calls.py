@@ -1,7 +1,6 @@
-"""Decorators of a model's methods, which check their arrays and make each one compiled program."""
+"""Checks of a model's calls, and the compiled programs that run them."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from m3jax.model.names import as_pytrees, check_edits, check_names
 
 SELECTIONS = (".blocks", ".expert_ids")  # values that are valid or not, whatever their shape
 Method = TypeVar("Method", bound=Callable)
+Body = Callable[..., Any]
 
 
 def compiled(*static: str) -> Callable[[Method], Method]:
@@ -36,43 +36,38 @@ def compiled(*static: str) -> Callable[[Method], Method]:
     return decorate
 
 
-def model_call(*static: str) -> Callable[[Method], Method]:
-    """Make a method that takes tokens check its arrays, once for all that it calls, and then run as `compiled` says.
+def model_call(body: Body, *static: str) -> Callable[[Any, dict[str, Any]], tuple[Body, dict[str, Any]]]:
+    """Return a function of a model and a call's arguments that checks them and says what runs the call.
+
+    It returns `body`, compiled, and the arguments for it. While something else is traced it returns `body` itself: a
+    program of its own would hide the call there.
 
     Args:
-      *static: names of the arguments whose values the program is compiled for.
+      body: Function of a model and the arguments, which it annotates.
+      *static: Names of the arguments that the program is compiled for.
     """
+    check, program = arrays.check_of(body, also=_check_call), jax.jit(body, static_argnames=static)
 
-    def decorate(method):
-        check, program = arrays.check_of(method, also=_check_call), jax.jit(method, static_argnames=static)
+    def program_with_checks(*args, **kwargs):
+        with arrays.checks():
+            return program(*args, **kwargs)
 
-        @wraps(method)
-        def call(self, *args, **kwargs):
-            kwargs = _looking_inside(self, kwargs)
-            check(self, *args, **kwargs)
-            # While something else is traced the method is a part of it; a program of its own would hide it there.
-            if arrays.is_traced(self, args, kwargs):
-                return method(self, *args, **kwargs)
-            # A changed selection is known when the program has run: that it can be one is looked into then.
-            changes_selection = any(name.endswith(SELECTIONS) for name in kwargs.get("edits") or ())
-            with arrays.checks() if changes_selection else nullcontext():
-                return program(self, *args, **kwargs)
+    def prepare(model, call):
+        edits, names, stop_at = call.get("edits"), call.get("names", ()), call.get("stop_at")
+        if edits is not None:
+            check_edits(edits, model.config, model.dense, stop_at)
+            call |= {"edits": as_pytrees(edits)}
+        if names or stop_at is not None:
+            check_names(tuple(names), "names", model.config, model.dense, stop_at, also=NAMES)
+            call |= {"names": tuple(names)}
+        check(model, **call)
+        if arrays.is_traced(model, call):
+            return body, call
+        # Whether an edited selection is possible is known when the program has run.
+        changes_selection = any(name.endswith(SELECTIONS) for name in edits or ())
+        return program_with_checks if changes_selection else program, call
 
-        return call
-
-    return decorate
-
-
-def _looking_inside(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call with its edits as pytrees and its names as a tuple, both checked."""
-    edits, names, stop_at = kwargs.get("edits"), kwargs.get("names"), kwargs.get("stop_at")
-    if edits is not None:
-        check_edits(edits, model.config, model.dense, stop_at)
-        kwargs |= {"edits": as_pytrees(edits)}
-    if names is not None or stop_at is not None:
-        check_names(tuple(names or ()), "names", model.config, model.dense, stop_at)
-        kwargs |= {"names": None if names is None else tuple(names)}
-    return kwargs
+    return prepare
 
 
 def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
@@ -80,7 +75,7 @@ def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
 
     Padding may hold anything.
     """
-    config, cache, tokens = arguments["self"].config, arguments.get("cache"), arguments["tokens"]
+    config, cache, tokens = arguments["model"].config, arguments.get("cache"), arguments["tokens"]
     positions, lengths = arguments.get("positions"), arguments.get("lengths")
     if cache is not None and (positions is None or lengths is None):
         raise ValueError("a call with a cache needs positions [B T] and lengths [B]")
@@ -88,10 +83,6 @@ def _check_call(arguments: dict[str, Any], sizes: dict[str, int]) -> None:
     limit, where = config.max_position_embeddings, "the model's context is"
     if cache is not None and cache.table.shape[1] * cache.page_size < limit:
         limit, where = cache.table.shape[1] * cache.page_size, "a row of this cache has room for"
-    if (media := arguments.get("media")) is not None:
-        if arguments.get("embeddings") is not None:
-            raise ValueError("a call has media or embeddings, not both: embed(tokens, features, places) joins them")
-        arguments["self"].check_media(tokens, media)
     batch, width = tokens.shape
     choices = arguments.get("choices")
     if choices is not None:

@@ -1,6 +1,6 @@
 """Experts and blocks that a call is given in place of its own choice: a record, played again."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -131,6 +131,24 @@ class Choices:
                     "them, then -1; or -1 first for the layer's own choice"
                 )
         return None
+
+
+def join_choices(
+    name: str, runs: Sequence[Mapping[str, Int[Array, "L ..."]]], config: M3Config, batch: int, length: int
+) -> Int[Array, "B T L ..."]:
+    """Return what all layers chose, as `Choices` has it.
+
+    Args:
+      name: Name of the choice, "expert_ids" or "blocks".
+      runs: Values of consecutive layers by name, stacked over the layers of each run.
+      config: The model's configuration.
+      batch: Number of rows.
+      length: Number of tokens per row.
+    """
+    of_runs = [values[name] for values in runs if name in values]  # [L B T A] or [L B K T J]
+    if not of_runs:
+        return jnp.zeros(shapes_of(config, batch, length)[name], jnp.int32)
+    return jnp.transpose(jnp.concatenate(of_runs), (1, 2, 0, 3) if name == "expert_ids" else (1, 3, 0, 2, 4))
 
 
 def shapes_of(config: M3Config, batch: int, length: int) -> dict[str, tuple[int, ...]]:

@@ -1,12 +1,14 @@
-"""The values that all layers of one call share."""
+"""The values that all layers of one call share, and the results of a call."""
+
+from typing import NamedTuple
 
 import jax
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from m3jax.cache import Cache, Places
 from m3jax.config import M3Config
-from m3jax.execution import NOTHING, Execution, Inside
+from m3jax.execution import NO_TAPS, Execution, Taps
 from m3jax.model.choices import Choices, LayerChoices
 from m3jax.msa import SelectionRules
 
@@ -26,7 +28,7 @@ class Context:
       dense: whether sparse layers attend to every block, as in the dense warm-up of training.
       how: what computes the call.
       choices: experts and blocks that the call is given: of all layers, or, layer axis first, of one stack.
-      inside: the named values that the call changes and returns.
+      taps: Named values that the call edits and keeps.
     """
 
     positions: Int[Array, "B T"]
@@ -39,7 +41,7 @@ class Context:
     dense: bool = struct.field(pytree_node=False)
     how: Execution = struct.field(pytree_node=False)
     choices: Choices | LayerChoices | None = None
-    inside: Inside = NOTHING
+    taps: Taps = NO_TAPS
 
     def of_stack(self, index: int, cache: Cache | None) -> "Context":
         """Return the context with what is one stack's own: host memory of its keys, and given choices."""
@@ -53,10 +55,6 @@ class Context:
             context = context.replace(choices=of_layers)
         return context
 
-    def changed(self, name: str, value: Array) -> Array:
-        """Return a value that belongs to no layer, as the call's edit of it makes it."""
-        return self.inside.changed(name, value, positions=self.positions, lengths=self.lengths)
-
     def given(self, layer: Int[Array, ""]) -> LayerChoices:
         """Return the choices that one layer of the stack is given."""
         return jax.tree.map(lambda of_stack: of_stack[layer], self.choices or LayerChoices())
@@ -68,3 +66,23 @@ def selection_rules(config: M3Config, score: str) -> SelectionRules:
         top_k=config.index_topk_blocks, local_blocks=config.index_local_blocks, init_blocks=config.index_init_blocks,
         score=score,
     )  # fmt: skip
+
+
+class Output(NamedTuple):
+    """The results of `M3.run`.
+
+    Attributes:
+      logits: Logits in float32 (float64 for a float64 model); None if they are not asked for.
+      hidden: Residual stream after the final norm, in the model's dtype; None if the call stops before it.
+      cache: The cache with the new tokens; None in a call without one.
+      values: Values that were asked for, by full name.
+      residuals: Residual stream, before any norm, at the A layers that were asked for; None without any.
+      probed: Results of the probe, a list with one item for each stack of layers, stacked over its layers.
+    """
+
+    logits: Float[Array, "B T V"] | None
+    hidden: Float[Array, "B T D"] | None
+    cache: Cache | None
+    values: dict[str, Array]
+    residuals: Float[Array, "B T A D"] | None
+    probed: list[PyTree[Array]]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.cache import LayerCall, Places, StackCache
 from m3jax.config import FULL, M3Config
-from m3jax.execution import Compute, Fast, Values
+from m3jax.execution import Compute, Execution, Fast, OverMesh, Projections, Tap
 from m3jax.make import MakeArrays
 from m3jax.model.build import MakeEach, dtype_name, parameter_dtype
 from m3jax.model.layers import apply_rope, rope_table
@@ -230,8 +230,8 @@ class Eagle3(nnx.Module):
         # A pair lies in its token's slot, and has the position of its feature: the one before.
         values = self.project(x, slots - 1)
         call = LayerCall(jnp.int32(0), places, slots, lengths)
-        heads = Heads(**values)
-        attention, pages = _beside(compute).attend(heads, pages, call, rules=None, values=Values())  # [B T N H]
+        projections = Projections.of_heads(Heads(**values))
+        attention, pages = _beside(compute).attend(projections, pages, call, rules=None, tap=Tap())  # [B T N H]
         return self.outputs(attention, residual), pages
 
     def read(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -256,13 +256,14 @@ class Eagle3(nnx.Module):
         return _beside(compute).unembed(self.read(x), head)
 
 
-def _beside(target: Compute) -> Fast:
+def _beside(target: Compute) -> Execution:
     """Return what computes a draft beside its target: by the target's schedule and mesh, and by nothing else of it.
 
     A draft only proposes, so its sums need no order even where the target's have one. Its attention, which alone asks
     for it, always has a cache.
     """
-    return Fast(Compute(schedule=target.schedule, mesh=target.mesh), has_cache=True)
+    compute = Compute(schedule=target.schedule, mesh=target.mesh)
+    return OverMesh(compute, has_cache=True) if compute.is_divided else Fast(compute, has_cache=True)
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "..."], eps: float) -> Float[Array, "... D"]:

@@ -1,5 +1,7 @@
 """The norm, the rotary embedding and the SwiGLU-OAI MLP of a layer."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,13 +9,16 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from m3jax.config import M3Config
+from m3jax.execution import Tap
 from m3jax.execution.plain import add, add_norm, apply_rope, gemma_norm
 from m3jax.make import Make
+from m3jax.model.context import Context
 from m3jax.numerics import accumulator
 from m3jax.ops import project, project_each
+from m3jax.ops.experts import Activation
 from m3jax.weights import Weight
 
-__all__ = ["MLP", "add", "add_norm", "apply_rope", "gemma_norm", "rope_table", "swiglu_oai"]
+__all__ = ["MLP", "activation", "add", "add_norm", "apply_rope", "gemma_norm", "rope_table", "swiglu_oai"]
 
 
 def rope_table(
@@ -38,6 +43,15 @@ def swiglu_oai(
     return (up + beta) * gate * jax.nn.sigmoid(alpha * gate)
 
 
+def activation(config: M3Config, dtype: jnp.dtype) -> Activation:
+    """Return the model's `swiglu_oai`, a function of gate and up.
+
+    Products are in float32 and meet in float32: its result, rounded to `dtype`, is the only rounding between them.
+    """
+    alpha, limit, beta = config.swiglu_alpha, config.swiglu_limit, config.swiglu_beta
+    return lambda gate, up: swiglu_oai(gate, up, alpha, limit, beta).astype(dtype)
+
+
 class MLP(nnx.Module):
     """The dense feed-forward part, also the shared expert: gate_proj and up_proj [L D F], down_proj [L F D].
 
@@ -53,10 +67,20 @@ class MLP(nnx.Module):
         """Return gate, up and down."""
         return self.gate_proj[...], self.up_proj[...], self.down_proj[...]
 
-    def __call__(self, x: Float[Array, "... D"], config: M3Config) -> Float[Array, "... D"]:
-        """Return one layer's MLP of x, left in the accumulator's dtype."""
+    def __call__(
+        self, x: Float[Array, "B T D"], context: Context, layer: Int[Array, ""], tap: Tap
+    ) -> Float[Array, "B T D"]:
+        """Return one layer's MLP, left in the accumulator's dtype.
+
+        Args:
+          x: Output of the layer's second norm.
+          context: Values that the layers of the call share.
+          layer, tap: Unused, as in a layer with experts.
+        """
+        return context.how.each_token(partial(self.on_tokens, config=context.config))(x)
+
+    def on_tokens(self, x: Float[Array, "B T D"], config: M3Config) -> Float[Array, "B T D"]:
+        """Return the MLP of some tokens."""
         gate_proj, up_proj, down_proj = self.matrices()
-        gate, up = project_each("...d,df->...f", x, (gate_proj, up_proj))  # [... F] twice
-        # Products are in float32 and meet in float32: what the second product reads is the only rounding between them.
-        hidden = swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_limit, config.swiglu_beta).astype(x.dtype)
-        return project("...f,fd->...d", hidden, down_proj)
+        gate, up = project_each("...d,df->...f", x, (gate_proj, up_proj))  # [B T F] twice
+        return project("...f,fd->...d", activation(config, x.dtype)(gate, up), down_proj)

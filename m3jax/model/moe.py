@@ -7,10 +7,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from m3jax.config import M3Config
-from m3jax.execution import Execution, Values, plain
+from m3jax.execution import Tap, plain
 from m3jax.execution.experts import DOWN_AXES, UP_AXES
 from m3jax.make import Make
-from m3jax.model.layers import MLP, swiglu_oai
+from m3jax.model.context import Context
+from m3jax.model.layers import MLP, activation
 from m3jax.ops import project
 from m3jax.weights import Weight
 
@@ -75,78 +76,39 @@ class MoE(nnx.Module):
         self.shared_experts = MLP(depth, width, config.shared_intermediate_size, make)
 
     def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        config: M3Config,
-        how: Execution,
-        given_ids: Int[Array, "B T A"] | None,
-        values: Values,
+        self, x: Float[Array, "B T D"], context: Context, layer: Int[Array, ""], tap: Tap
     ) -> Float[Array, "B T D"]:
         """Return one layer's routed experts, scaled, plus its shared expert, in the accumulator's dtype.
 
         Args:
-          x: tokens.
-          config: the model's.
-          how: what computes the call.
-          given_ids: as in `route`.
-          values: gets what the router chose: expert_ids and expert_weights [B T A].
+          x: Output of the layer's second norm.
+          context: Values that the layers of the call share.
+          layer: Index of the layer in its stack.
+          tap: Tap of the router's choice, expert_ids and expert_weights [B T A].
         """
+        config, how = context.config, context.how
         # The only place where a layer's experts are chosen; what follows runs whatever ids it is given.
-        route = how.each_token(partial(self.route, config=config, how=how))
+        route, given_ids = how.each_token(partial(self.route, context=context)), context.given(layer).expert_ids
         expert_ids, weights = route(x) if given_ids is None else route(x, given_ids)  # [B T A] twice
-        values["expert_ids"] = expert_ids
-        if values["expert_ids"] is not expert_ids:  # an edit chose others: they are weighed by the router's scores
-            _, weights = route(x, values["expert_ids"])
-        values["expert_weights"] = weights
-        out, has_shared = self.run_experts(x, values["expert_ids"], values["expert_weights"], config, how)
-        return out if has_shared else how.each_token(partial(self.add_shared, config=config))(x, out)
+        expert_ids = tap("expert_ids", expert_ids)
+        if tap.edits("expert_ids"):  # edited experts are weighed by the router's scores
+            _, weights = route(x, expert_ids)
+        weights = tap("expert_weights", weights)
+        # The factor scales the routed sum alone: the router does not weigh the shared expert.
+        routed, shared, scale = self.experts.matrices(), self.shared_experts.matrices(), config.routed_scaling_factor
+        return how.experts(x, expert_ids, weights, routed, activation(config, x.dtype), shared, scale)
 
     def route(
         self,
         x: Float[Array, "B T D"],
         given_ids: Int[Array, "B T A"] | None = None,
         *,
-        config: M3Config,
-        how: Execution,
+        context: Context,
     ) -> tuple[Int[Array, "B T A"], Float[Array, "B T A"]]:
         """Return (ids, weights) of the experts that each token chooses, by one layer's router."""
         tokens, bias = x.reshape(-1, x.shape[-1]), self.e_score_correction_bias[...]  # [X D], [E]
         given_ids = None if given_ids is None else given_ids.reshape(len(tokens), -1)  # [X A]
-        expert_ids, weights = route(
-            tokens, self.gate[...], bias, config.num_experts_per_tok, how.choose_experts, given_ids
-        )
-        by_token = (*x.shape[:2], config.num_experts_per_tok)
+        top_k, choose = context.config.num_experts_per_tok, context.how.choose_experts
+        expert_ids, weights = route(tokens, self.gate[...], bias, top_k, choose, given_ids)
+        by_token = (*x.shape[:2], top_k)
         return expert_ids.reshape(by_token), weights.reshape(by_token)
-
-    def run_experts(
-        self,
-        x: Float[Array, "B T D"],
-        expert_ids: Int[Array, "B T A"],
-        weights: Float[Array, "B T A"],
-        config: M3Config,
-        how: Execution,
-    ) -> tuple[Float[Array, "B T D"], bool]:
-        """Return the scaled sum of each token's experts, in the accumulator's dtype; no token is dropped.
-
-        Returns:
-          (the sum, True if the shared expert was run with the others and added).
-        """
-
-        def activate(gate, up):
-            return swiglu_oai(gate, up, config.swiglu_alpha, config.swiglu_limit, config.swiglu_beta).astype(x.dtype)
-
-        # An expert takes its tokens wherever in the batch they stand: to it all rows are one.
-        tokens = x.reshape(-1, x.shape[-1])  # [X D]
-        expert_ids, weights = (y.reshape(-1, y.shape[-1]) for y in (expert_ids, weights))  # [X A] twice
-        # The factor scales the routed sum alone: the router does not weigh the shared expert.
-        out, has_shared = how.experts(
-            tokens, expert_ids, weights, self.experts.matrices(), activate, self.shared_experts.matrices(),
-            config.routed_scaling_factor,
-        )  # fmt: skip
-        return out.reshape(x.shape), has_shared  # [B T D]
-
-    def add_shared(
-        self, x: Float[Array, "B T D"], routed: Float[Array, "B T D"], config: M3Config
-    ) -> Float[Array, "B T D"]:
-        """Return the scaled routed sum plus the shared expert, in the accumulator's dtype."""
-        return routed + self.shared_experts(x, config)

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import jax
+from jaxtyping import Array
 
 from m3jax.config import M3Config
 from m3jax.execution import Edit
@@ -18,7 +19,7 @@ OF_LAYERS = (
 
 
 def names_of(config: M3Config, dense: bool = False) -> list[tuple[str, ...]]:
-    """Return the names of each layer's values, in the order in which they arise (`m3jax.model.definition.layer`).
+    """Return the names of each layer's values, in the order in which they arise (`m3jax.spec.model.layer`).
 
     Args:
       config: the model's.
@@ -35,7 +36,54 @@ def names_of(config: M3Config, dense: bool = False) -> list[tuple[str, ...]]:
     return of_layers
 
 
-def check_names(names: Sequence[str], argument: str, config: M3Config, dense: bool, stop_at: int | None = None) -> None:
+def all_names(config: M3Config, dense: bool, stop_at: int | None = None) -> tuple[str, ...]:
+    """Return names that stand for all values of a call.
+
+    Args:
+      config, dense: As in `names_of`.
+      stop_at: Number of layers that run; None for all, the final norm and the head.
+    """
+    outside, of_layers = OUTSIDE if stop_at is None else OUTSIDE[:1], names_of(config, dense)[:stop_at]
+    return *outside, *(f"layers.*.{name}" for name in OF_LAYERS if any(name in names for names in of_layers))
+
+
+def by_layer(values: Mapping[str, Array]) -> dict[str, Any]:
+    """Return values by full name with those of layers in a list, "layers", of one dictionary a layer."""
+    found: dict[str, Any] = {name: value for name, value in values.items() if name in OUTSIDE}
+    layers: dict[int, dict[str, Array]] = {}
+    for name, value in values.items():
+        if name not in OUTSIDE:
+            _, layer, own = name.split(".")
+            layers.setdefault(int(layer), {})[own] = value
+    return found | {"layers": [layers[layer] for layer in sorted(layers)]}
+
+
+def check_reach(config: M3Config, has_cache: bool, residual_layers: Sequence[int], stop_at: int | None) -> None:
+    """Raise ValueError for layers that a call cannot return or stop at.
+
+    Args:
+      config: The model's configuration.
+      has_cache: Whether the call has a cache.
+      residual_layers, stop_at: As in `M3.run`.
+    """
+    if has_cache and stop_at is not None:
+        raise ValueError("stop_at with a cache: the layers behind it would lack these tokens; leave one of them out")
+    depth = config.num_hidden_layers
+    is_known = all(0 <= n <= depth for n in residual_layers)
+    if len(set(residual_layers)) < len(residual_layers) or not is_known:
+        raise ValueError(
+            f"residual_layers = {residual_layers}: the model has 0 (the embedding) to {depth}; give each once"
+        )
+
+
+def check_names(
+    names: Sequence[str],
+    argument: str,
+    config: M3Config,
+    dense: bool,
+    stop_at: int | None = None,
+    also: Sequence[str] = (),
+) -> None:
     """Raise ValueError for a name that no value of the call has, with the nearest ones.
 
     Args:
@@ -43,6 +91,7 @@ def check_names(names: Sequence[str], argument: str, config: M3Config, dense: bo
       argument: what they were given as, for the message.
       config, dense: as of `names_of`.
       stop_at: layers that run; None for all.
+      also: further names that are known.
     """
     depth = config.num_hidden_layers
     if stop_at is not None and (isinstance(stop_at, bool) or not isinstance(stop_at, int) or not 0 <= stop_at <= depth):
@@ -50,7 +99,7 @@ def check_names(names: Sequence[str], argument: str, config: M3Config, dense: bo
     of_layers = names_of(config, dense)[:stop_at]
     known = [f"layers.{layer}.{name}" for layer, names in enumerate(of_layers) for name in names]
     known += [f"layers.*.{name}" for name in OF_LAYERS if any(name in names for names in of_layers)]
-    known += OUTSIDE if stop_at is None else OUTSIDE[:1]
+    known += [*(OUTSIDE if stop_at is None else OUTSIDE[:1]), *also]
     for name in names:
         if name not in known:
             nearest = get_close_matches(str(name), known, n=3, cutoff=0.5) or ["layers.0.output", *OUTSIDE[:1]]
@@ -58,18 +107,6 @@ def check_names(names: Sequence[str], argument: str, config: M3Config, dense: bo
             raise ValueError(f"{argument} has {name!r}, which {where} has not: nearest are {', '.join(nearest)}")
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
         raise ValueError(f"{argument} has {twice[0]!r} twice: give it once")
-
-
-def check_recorded(names: Sequence[str], config: M3Config, dense: bool) -> None:
-    """Raise ValueError for names that cannot be recorded beside the choices of all layers.
-
-    Args:
-      names: of values.
-      config, dense: as of `names_of`.
-    """
-    check_names(names, "names", config, dense)
-    if "logits" in names:
-        raise ValueError("names has 'logits', which a call that records does not compute: ask for 'final_norm'")
 
 
 def expand(names: Sequence[str], config: M3Config, dense: bool) -> tuple[str, ...]:

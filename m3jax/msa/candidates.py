@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from m3jax.msa.definition import selection_keys
-from m3jax.msa.rules import SelectionRules
 from m3jax.msa.share import Share
+from m3jax.spec.msa import SelectionRules, selection_keys
 
 
 class Candidates(NamedTuple):

@@ -8,7 +8,7 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
-from m3jax.msa.rules import checked
+from m3jax.msa.checks import checked
 from m3jax.msa.share import Share
 from m3jax.platform import platform
 

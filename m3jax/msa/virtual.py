@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
-from m3jax.msa.rules import checked
+from m3jax.msa.checks import checked
 from m3jax.msa.views import Paged
 
 

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa import DENSE_SCHEDULES, SCHEDULES, BlockView, Contiguous, Paged
-from m3jax.msa.rules import checked
+from m3jax.msa.checks import checked
 from m3jax.numerics import merge_over_devices
 from m3jax.ops import measured
 from m3jax.ops.backends import choose, interpreted

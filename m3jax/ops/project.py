@@ -63,21 +63,27 @@ def project_each(
             products[index] = product
     for index, weight in enumerate(weights):
         if products[index] is None:
-            source = jax.lax.stop_gradient(x) if is_detached[index] else x
-            products[index] = _multiply(spec, *operands(source, weight))
+            source, matrix = operands(jax.lax.stop_gradient(x) if is_detached[index] else x, weight)
+            parts = _parts_of_sum(source, matrix)
+            products[index] = einsum(spec, source, matrix) if parts == 1 else _sum_in_parts(source, matrix, parts)
     return [checkpoint_name(product, "product of matrices") for product in products]
 
 
-def _multiply(spec: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return `einsum`; of a float32 product with a narrow matrix on a GPU, in parts of the channels.
+def _parts_of_sum(x: Float[Array, "... I"], weight: Float[Array, "..."]) -> int:
+    """Return the number of parts in which channels are summed: several for a narrow float32 matrix on a GPU.
 
     A GPU's libraries divide such a product by its outputs alone, of which there are too few for all its processors: the
     router's, 6,144 channels to 128 experts, took 166 us for 256 tokens, and in 16 parts 23 (docs/notes/kernels.md).
     """
-    parts = measured.float32_parts(x.size // x.shape[-1]) if weight.ndim == 2 else 1
+    if platform() != "gpu" or weight.ndim != 2:
+        return 1
+    parts = measured.float32_parts(x.size // x.shape[-1])
     is_narrow = weight.dtype == jnp.float32 and weight.shape[-1] <= measured.FLOAT32_OUTPUTS
-    if platform() != "gpu" or parts == 1 or not is_narrow or x.shape[-1] % (parts * _LEAST_CHANNELS):
-        return einsum(spec, x, weight)
+    return parts if is_narrow and x.shape[-1] % (parts * _LEAST_CHANNELS) == 0 else 1
+
+
+def _sum_in_parts(x: Float[Array, "... I"], weight: Float[Array, "I O"], parts: int) -> Float[Array, "... O"]:
+    """Return the product, summed in parts of the channels that are then added up."""
     rows, matrix = x.reshape(-1, parts, x.shape[-1] // parts), weight.reshape(parts, -1, weight.shape[-1])
     of_parts = einsum("xpi,pio->pxo", rows, matrix)
     return jnp.sum(of_parts, axis=0).reshape(*x.shape[:-1], weight.shape[-1])

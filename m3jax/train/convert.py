@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 from m3jax.model import M3
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
-from m3jax.msa.definition import chosen_tokens
 from m3jax.parallel import read
 from m3jax.progress import activity
+from m3jax.spec.msa import chosen_tokens
 from m3jax.train.conversations import Example
 from m3jax.train.dense import index_weights, with_index_weights
 from m3jax.train.losses import drawn_offset, mean_attention
@@ -76,8 +76,8 @@ class WarmUpLoss:
         model = model.with_dense().with_training_paths(PackedPages, "auto")
         offset = drawn_offset(batch["step"], self.index_stride)
         probe = partial(index_losses, block_size=model.config.index_block_size, offset=offset, stride=self.index_stride)
-        _, _, kept = model.trunk(batch["tokens"], positions=batch["positions"], probe=probe)
-        of_layers = jnp.concatenate([measures["kl"] for measures in kept if "kl" in measures])  # [L]
+        out = model.run(batch["tokens"], positions=batch["positions"], probe=probe, logits=False)
+        of_layers = jnp.concatenate([measures["kl"] for measures in out.probed if "kl" in measures])  # [L]
         kl = jnp.mean(of_layers) * jnp.sum(batch["positions"] >= 0) / batch["num_tokens"]
         return kl, {"kl": kl}
 
@@ -241,9 +241,9 @@ def _measures(model: M3, batch: Mapping[str, Array], compute_dtype: str) -> dict
     probe = partial(_caught, block_size=config.index_block_size, num_kept=config.index_topk_blocks)
 
     def read(model: M3) -> tuple[Float[Array, ""], list[dict[str, Array]]]:
-        x, _, kept = model.trunk(batch["tokens"], positions=positions, probe=probe)
-        losses = losses_of_tokens(model, model.final_norm(x), batch["targets"])
-        return jnp.sum(losses * batch["weights"]), [layers for layers in kept if layers]
+        out = model.run(batch["tokens"], positions=positions, probe=probe, logits=False)
+        losses = losses_of_tokens(model, out.hidden, batch["targets"])
+        return jnp.sum(losses * batch["weights"]), [layers for layers in out.probed if layers]
 
     dense, _ = read(model.with_dense())
     sparse, kept = read(model)

@@ -169,8 +169,8 @@ def draft_train_step(
     Returns:
       (new state, {"loss": nats, "agreement": of each draft step, "grad_norm"}).
     """
-    hidden, taps, _ = model.tapped(tokens, state.draft.config.taps)
-    logits = model.unembed(hidden)
+    out = model.run(tokens, residual_layers=state.draft.config.taps)
+    taps, logits = out.residuals, out.logits
 
     def mean_loss(draft):
         compute_draft = jax.tree.map(lambda x: x.astype(dtype), draft)

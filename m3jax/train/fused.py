@@ -15,10 +15,10 @@ from m3jax.cache import CallPages
 from m3jax.model import M3
 from m3jax.msa import SelectionRules, block_scores, dense_attention, select_blocks, sparse_attention
 from m3jax.msa.chunks import map_chunks
-from m3jax.msa.definition import chosen_tokens
 from m3jax.msa.schedules import index_walk
 from m3jax.msa.views import contiguous_index
 from m3jax.platform import platform
+from m3jax.spec.msa import chosen_tokens
 
 
 def fuse(model: M3) -> M3:

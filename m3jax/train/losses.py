@@ -15,8 +15,8 @@ from m3jax.execution import Remat
 from m3jax.model import M3, Choices
 from m3jax.model.context import Context
 from m3jax.msa.chunks import map_chunks, rows_within
-from m3jax.msa.definition import chosen_tokens, sees
 from m3jax.numerics import einsum
+from m3jax.spec.msa import chosen_tokens, sees
 from m3jax.tiles import LOGITS_TILE, by_tiles
 from m3jax.train.fused import fuse
 from m3jax.train.packing import with_fast_gradients
@@ -101,8 +101,8 @@ class MSALoss:
         """
         probe = partial(_layer_measures, block_size=model.config.index_block_size,
                         num_experts=model.config.num_local_experts, offset=offset, loss=self)  # fmt: skip
-        x, _, stacks = model.trunk(tokens, embeddings=embeddings, probe=probe, remat=self.remat)
-        return model.unembed(model.final_norm(x)), stacks
+        out = model.run(tokens, embeddings=embeddings, probe=probe, remat=self.remat)
+        return out.logits, out.probed
 
 
 def layer_parts(stacks: list[dict[str, Array]]) -> dict[str, Any]:
@@ -207,8 +207,8 @@ def token_logprobs(
     """
     if not model.compute.invariant:
         model = with_fast_gradients(model)
-    x, *_ = model.trunk(tokens, choices=choices, remat=remat)
-    return logprobs_of_hidden(model, model.final_norm(x), tokens, support, temperature)
+    hidden = model.run(tokens, choices=choices, remat=remat, logits=False).hidden
+    return logprobs_of_hidden(model, hidden, tokens, support, temperature)
 
 
 def logprobs_of_hidden(

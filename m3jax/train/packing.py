@@ -19,10 +19,10 @@ from m3jax.cache import CallPages
 from m3jax.model import M3
 from m3jax.msa import SelectionRules, select_blocks, walk_scores
 from m3jax.msa.chunks import elements_at_once, map_chunks, rows_within
-from m3jax.msa.definition import chosen_tokens
 from m3jax.msa.views import ContiguousIndex
 from m3jax.numerics import attend
 from m3jax.platform import platform
+from m3jax.spec.msa import chosen_tokens
 from m3jax.train.conversations import Example
 
 _SCORE_BUDGET = 1 << 24  # index scores that are held at once

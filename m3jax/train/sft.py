@@ -136,14 +136,18 @@ class SFTLoss:
         tokens, positions = batch["tokens"], batch["positions"]
         offset = drawn_offset(batch["step"], self.index_stride)
         probe = partial(index_losses, block_size=model.config.index_block_size, offset=offset, stride=self.index_stride)
-        x, _, kept = model.trunk(
-            tokens, positions=positions, probe=probe if self.index_loss else None, remat=self.remat
+        out = model.run(
+            tokens,
+            positions=positions,
+            probe=probe if self.index_loss else None,
+            remat=self.remat,
+            logits=False,
         )
-        losses = token_losses(model, model.final_norm(x), batch["targets"])
+        losses = token_losses(model, out.hidden, batch["targets"])
         lm = jnp.sum(losses * batch["weights"]) / batch["num_targets"]
         if not self.index_loss:
             return lm, {"lm": lm}
-        of_layers = jnp.concatenate([measures["kl"] for measures in kept if "kl" in measures])  # [L]
+        of_layers = jnp.concatenate([measures["kl"] for measures in out.probed if "kl" in measures])  # [L]
         kl = jnp.mean(of_layers) * jnp.sum(positions >= 0) / batch["num_tokens"]
         return lm + self.index_loss * kl, {"lm": lm, "kl": kl}
 

@@ -196,12 +196,13 @@ def answer_logprobs(
             if given is not None
         })  # fmt: skip
     model = with_fast_gradients(model, MakeGroupPages(prompt_slots, answers))
-    x, *_ = model.trunk(
+    out = model.run(
         jnp.concatenate([prompts, of_rows(tokens)], axis=1),
         positions=all_positions,
         lengths=jnp.max(all_positions, axis=1) + 1,
         choices=choices,
         remat=remat,
+        logits=False,
     )
-    x = rearrange(x[:, prompt_slots:], "g (n w) d -> (g n) w d", n=answers)
-    return logprobs_of_hidden(model, model.final_norm(x), tokens, support, temperature)
+    hidden = rearrange(out.hidden[:, prompt_slots:], "g (n w) d -> (g n) w d", n=answers)
+    return logprobs_of_hidden(model, hidden, tokens, support, temperature)

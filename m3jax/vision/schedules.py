@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from m3jax.platform import compute_capability, platform
-from m3jax.vision.definition import segment_attention
+from m3jax.spec.vision import segment_attention
 from m3jax.vision.rows import Turns, row_attention
 from m3jax.vision.tiles import tiled_attention
 

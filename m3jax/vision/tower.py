@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int
 from m3jax.make import Make
 from m3jax.media import MediaBatch
 from m3jax.numerics import accumulator
+from m3jax.spec.vision import rotary_angles, rotate
 from m3jax.vision.config import VisionConfig
-from m3jax.vision.definition import rotary_angles, rotate
 from m3jax.vision.layers import LayerNorm, Linear, gelu
 from m3jax.vision.schedules import AttendSegments, schedule_of
 

@@ -53,7 +53,7 @@ from m3jax import M3Config
 from m3jax.cache import Cache, LayerCall
 from m3jax.decoding import Engine
 from m3jax.decoding.device import compiler_options
-from m3jax.execution import Compute, Fast, Values
+from m3jax.execution import Compute, Fast, OverMesh, Projections, Tap
 from m3jax.model import M3, init
 from m3jax.model.context import selection_rules
 from m3jax.ops import Heads
@@ -321,7 +321,8 @@ def attention_of_layer(
         v=draw(2, rows, tokens, kv_heads, width), index_q=draw(3, rows, tokens, kv_heads, index_width),
         index_k=draw(4, rows, tokens, index_width),
     )  # fmt: skip
-    how, rules = Fast(Compute(mesh=mesh), has_cache=True), selection_rules(config, config.index_score_type)
+    compute, rules = Compute(mesh=mesh), selection_rules(config, config.index_score_type)
+    how = OverMesh(compute, has_cache=True) if compute.is_divided else Fast(compute, has_cache=True)
 
     def fill(cache):
         pages = cache.stacks[0]
@@ -335,7 +336,7 @@ def attention_of_layer(
 
         def once(_, carry):
             of_tokens, pages = carry
-            attention, pages = how.attend(of_tokens, pages, call, rules, Values())
+            attention, pages = how.attend(Projections.of_heads(of_tokens), pages, call, rules, Tap())
             # The next turn waits for this one: its queries are this one's, to which nothing is added.
             return of_tokens._replace(index_q=of_tokens.index_q + 0 * attention[..., :1, :1]), pages
 

@@ -146,8 +146,10 @@ def swapped(model: M3, episodes: list[Episode], length: int) -> dict[str, float]
     """Return the share of choices in which the trainer's own experts, or blocks, are others, and of tokens with one."""
     batch = as_batch(episodes, length, CHOICES)
     lengths = np.array([len(episode.tokens) for episode in episodes], np.int32)
-    read = jit_for_training(lambda model, tokens, lengths: model.recorded(tokens, CHOICES, (), lengths=lengths)[2])
-    own = read(model, jnp.asarray(batch["tokens"]), jnp.asarray(lengths))
+    read = jit_for_training(
+        lambda model, tokens, lengths: model.run(tokens, names=CHOICES, lengths=lengths, logits=False)
+    )
+    own = read(model, jnp.asarray(batch["tokens"]), jnp.asarray(lengths)).values
     shares = {}
     for name in CHOICES:
         given, mine = np.asarray(getattr(batch["choices"], name))[:, :-1], np.asarray(own[name])[:, :-1]

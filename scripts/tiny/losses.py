@@ -52,10 +52,9 @@ class TinyLoss(MSALoss):
         logits, measures = self.read(compute_model, tokens, offset, embeddings)
         weights = batch["weights"] * (1.0 + self.recall_weight * batch["recall"])
         if "teacher" in batch and "kept" in batch:
-            # The trunk and not `read`: nobody asks for the teacher's index loss.
+            # A plain call and not `read`: nobody asks for the teacher's index loss.
             teacher = self.prepare(batch["teacher"])
-            hidden, _, _ = teacher.trunk(tokens)
-            expected = jax.lax.stop_gradient(teacher.unembed(teacher.final_norm(hidden)))
+            expected = jax.lax.stop_gradient(teacher(tokens))
             lm = kept_loss(logits, targets, weights, expected, batch["kept"])
         else:
             lm = next_token_loss(logits, targets, weights)

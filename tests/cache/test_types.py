@@ -1,6 +1,7 @@
 """The numbers that the cache stores: small types and their scales, and virtual pages."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,8 @@ def fill(model, tokens, cache):
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     call = dict(positions=positions, lengths=jnp.full(rows, length, jnp.int32))
     probe = lambda values, context: {k: values[k] for k in ("k", "v", "index_k") if k in values}
-    x, cache, kept = model.trunk(tokens, cache=cache, probe=probe, **call)
-    return model.unembed(model.final_norm(x)), cache, kept
+    out = model.run(tokens, cache=cache, probe=probe, logits=False, **call)
+    return model.unembed(out.hidden), out.cache, out.probed
 
 
 def filled(config=CONFIG, tokens=None, **types):
@@ -93,12 +94,12 @@ def test_what_is_stored_in_float8_is_scaled_and_cut_off():
 
 def test_scales_fit_the_largest_number_and_no_smaller_headroom():
     class Probed(nnx.Module):
-        def trunk(self, tokens, *, probe):
+        def run(self, tokens, *, probe, logits):
             # [B T K H]; a layer without an index branch, and one that has one
             values = {"k": jnp.array([[[[1.0], [0.0]], [[-4.0], [0.0]]]]), "v": jnp.full((1, 2, 2, 1), -2.0)}
             sparse = values | {"index_k": jnp.array([[[1.0, 0.0, -6.0], [5.0, 0.0, 0.0]]]) + 0.0 / (tokens[0, 0] - 9)}
             stacks = [jax.tree.map(lambda x: x[None], probe(of_stack, None)) for of_stack in (values, sparse)]
-            return jnp.zeros((1, 2, 1)), None, stacks
+            return SimpleNamespace(probed=stacks)
 
     model = Probed()
     scales, sparse = measure_scales(model, jnp.array([[1, 2]], jnp.int32), headroom=1.0)

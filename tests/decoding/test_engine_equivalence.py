@@ -110,9 +110,9 @@ def forward(number: int) -> tuple[np.ndarray, np.ndarray]:
 
 @partial(jax.jit, compiler_options=QUICK)
 def _forward(model, tokens):
-    x, _, kept = model.trunk(tokens, probe=lambda values, _: values.get("blocks"))
-    blocks = jnp.concatenate([k for k in kept if k is not None])
-    return jax.nn.log_softmax(model.unembed(model.final_norm(x))), blocks
+    out = model.run(tokens, probe=lambda values, _: values.get("blocks"))
+    blocks = jnp.concatenate([blocks for blocks in out.probed if blocks is not None])
+    return jax.nn.log_softmax(out.logits), blocks
 
 
 @pytest.mark.parametrize("number", range(len(WORK)))

@@ -43,7 +43,8 @@ def test_queries_are_finished_where_their_tokens_are(monkeypatch):
         monkeypatch.setattr("m3jax.execution.divided.platform", lambda platform=platform: platform)
         raw = Heads(*[jnp.ones((1, tokens, 2, 4))] * 4, jnp.ones((1, tokens, 4)))
         angles = jnp.ones((1, tokens, 1))
-        found = how.heads(Projections(raw, norms, angles, angles, 1e-6, BF16))
+        projections = Projections(raw, norms, angles, angles, 1e-6, BF16)
+        found = how.finish_queries(projections, how.token_axes(1, tokens))
         assert found.raw.q.dtype == found.raw.index_q.dtype == dtype
         assert found.raw.k.dtype == found.raw.index_k.dtype == F32  # rounded once, to what is stored
         assert [found.norms.q is None, found.norms.index_q is None] == [dtype == BF16] * 2

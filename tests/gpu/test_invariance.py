@@ -22,10 +22,11 @@ from m3jax.config import FULL, SPARSE
 from m3jax.decoding import Engine, Generation, Params, Sampling
 from m3jax.decoding.device.step import draw_token
 from m3jax.decoding.sampling import DrawContext, SamplingParams
-from m3jax.execution import Tiled
+from m3jax.execution import Tap, Tiled
+from m3jax.execution.tap import HEADS
 from m3jax.model import M3, init
 from m3jax.model.context import Context, selection_rules
-from m3jax.model.layers import rope_table
+from m3jax.model.layers import activation, rope_table
 from m3jax.msa import Paged, PagedIndex
 from m3jax.mxfp8 import MXFP8Array
 from m3jax.ops import attend_all, attend_selected, select
@@ -66,7 +67,7 @@ ROWS, QUERIES = 8, 64
 SHAPES = ((1, 1), (8, 1), (8, 4), (3, 63))  # rows, tokens of each; compared with all eight rows of 64
 PARTS = (
     "addition, norm", "projections, head norms, RoPE", "index scores, selection", "sparse attention",
-    "dense attention", "output projection", "dense MLP", "router", "experts", "shared expert, sum",
+    "dense attention", "output projection", "dense MLP", "router", "experts, shared expert, sum",
     "head, log-probability, draw",
 )  # fmt: skip
 
@@ -82,6 +83,17 @@ def test_a_token_has_the_same_bits_in_programs_for_any_number_of_tokens(part, pa
     assert set(functions) == set(PARTS)
     count, compared = differing_tokens(functions[part], arrays)
     assert not count, f"{part}: {count} of {compared} tokens differ"
+
+
+class NoPages:
+    """Pages that hold nothing: attention returns its queries, after every head has passed the tap."""
+
+    insert_backend = staticmethod(lambda *_, **__: "xla")
+    write = lambda self, *_: self
+    select = staticmethod(lambda call, index_q, rules: jnp.zeros((*index_q.shape[:3], 1), jnp.int32).swapaxes(1, 2))
+
+    def attend_selected(self, call, q, blocks):
+        return q, self
 
 
 def arrays_and_parts(model: M3, rng: np.random.Generator):
@@ -125,37 +137,38 @@ def arrays_and_parts(model: M3, rng: np.random.Generator):
     how = model.execution()
     rotary = lambda positions: rope_table(positions, config.rotary_dim, config.rope_theta, jnp.dtype("bfloat16"))
 
+    def context_of(rows):
+        positions, lengths = rows["positions"], rows["lengths"]
+        cos, sin = rotary(positions)
+        return Context(positions, lengths, cos, sin, Places.nowhere(positions), config, rules, False, how)
+
     def norm(weights, rows):
         weight = weights["sparse"].input_layernorm[...]
         return how.add_norm(rows["x"], rows["y"], weight, config.rms_norm_eps)
 
     def project(weights, rows):
-        attention, positions, lengths = how.prepared(weights["sparse"].self_attn), rows["positions"], rows["lengths"]
-        cos, sin = rotary(positions)
-        context = Context(positions, lengths, cos, sin, Places.nowhere(positions), config, rules, False, how)
-        return how.each_token(lambda *arrays: attention.project(*arrays, context))(rows["x"], cos, sin)
+        attention, tap = how.prepared(weights["sparse"].self_attn), Tap()
+        attention(rows["x"], context_of(rows), NoPages(), jnp.int32(0), tap)
+        return {name: tap.values[name] for name in HEADS}
 
     def project_out(weights, rows):
         return how.each_token(how.prepared(weights["sparse"].self_attn).project_out)(rows["attention"])
 
     def run_dense(weights, rows):
-        mlp = how.prepared(weights["dense"].mlp)
-        return how.each_token(lambda x: mlp(x, config))(rows["x"])
+        return how.prepared(weights["dense"].mlp)(rows["x"], context_of(rows), jnp.int32(0), Tap())
 
     def run_router(weights, rows):
         mlp = how.prepared(weights["sparse"].mlp)
-        return how.each_token(lambda x: mlp.route(x, config=config, how=how))(rows["x"])
+        return how.each_token(partial(mlp.route, context=context_of(rows)))(rows["x"])
 
     def run_experts(weights, rows):
         mlp = copy.copy(weights["sparse"].mlp)
         in_stack = lambda matrix: StackedLayer(matrix, jnp.int32(0))
         mlp.experts = jax.tree.map(in_stack, weights["experts"], is_leaf=lambda x: isinstance(x, MXFP8Array))
         mlp = how.prepared(mlp)
-        return mlp.run_experts(rows["x"], rows["expert_ids"], rows["expert_weights"], config, how)[0]
-
-    def run_shared(weights, rows):
-        mlp = how.prepared(weights["sparse"].mlp)
-        return how.each_token(lambda x, y: mlp.add_shared(x, y, config))(rows["x"], rows["y"])
+        given = rows["x"], rows["expert_ids"], rows["expert_weights"]
+        matrices, act = (mlp.experts.matrices(), mlp.shared_experts.matrices()), activation(config, rows["x"].dtype)
+        return how.experts(*given, matrices[0], act, matrices[1], config.routed_scaling_factor)
 
     def draw(weights, rows):
         x, positions = rows["x"].reshape(-1, width), rows["positions"].reshape(-1)
@@ -177,7 +190,7 @@ def arrays_and_parts(model: M3, rng: np.random.Generator):
         "addition, norm": norm, "projections, head norms, RoPE": project, "index scores, selection":
         lambda weights, rows: choose(rows).swapaxes(1, 2), "sparse attention": attend_to_blocks,
         "dense attention": attend_to_all, "output projection": project_out, "dense MLP": run_dense,
-        "router": run_router, "experts": run_experts, "shared expert, sum": run_shared,
+        "router": run_router, "experts, shared expert, sum": run_experts,
         "head, log-probability, draw": draw,
     }  # fmt: skip
     return arrays, {name: partial(fn, weights) for name, fn in parts.items()}
@@ -289,13 +302,13 @@ def bits_of_call(model, cache, tokens, positions, lengths):
     keep = lambda values, context: {
         name: bits_hash(x.swapaxes(1, 2) if name == "blocks" else x) for name, x in values.items()
     }
-    x, cache, kept = model.trunk(tokens, cache=cache, positions=positions, lengths=lengths, probe=keep)
-    final = model.final_norm(x)
+    out = model.run(tokens, cache=cache, positions=positions, lengths=lengths, probe=keep, logits=False)
+    final = out.hidden
     rows = final.reshape(1, -1, final.shape[-1])
     of_logits = lambda x: bits_hash(model.unembed(x)[None])[0]
     logits = by_tiles(of_logits, model.compute.token_tile, rows[0]).reshape(tokens.shape)
-    layers = [{name: x[i] for name, x in values.items()} for values in kept for i in range(len(values["input"]))]
-    return [*layers, {"final norm": bits_hash(final), "logits": logits}], cache
+    layers = [{name: x[i] for name, x in values.items()} for values in out.probed for i in range(len(values["input"]))]
+    return [*layers, {"final norm": bits_hash(final), "logits": logits}], out.cache
 
 
 def count(counts: dict[str, list[int]], found: dict, whole: dict, start: int) -> None:

@@ -54,8 +54,8 @@ def test_logits_of_whole_rows_are_those_of_xla(dtype, mesh, backend, seed):
 def logits_and_blocks(model: M3, tokens, lengths):
     """Return the logits, and the blocks that the first sparse layer chose."""
     logits = model(tokens, lengths=lengths)
-    kept = model.trunk(tokens, lengths=lengths, probe=lambda values, _: values.get("blocks"))[2]
-    return logits, next(blocks for blocks in kept if blocks is not None)[0]
+    out = model.run(tokens, lengths=lengths, probe=lambda values, _: values.get("blocks"), logits=False)
+    return logits, next(blocks for blocks in out.probed if blocks is not None)[0]
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, "data=2"])

@@ -16,9 +16,11 @@ from support.pytrees import assert_settings_are_static
 
 from m3jax import inside
 from m3jax.cache import Cache
+from m3jax.hub import hub_parameters
 from m3jax.inside import Add, PatchAt, Put, WithoutBlock, WithoutExpert, choices_of, gradients
-from m3jax.model import M3, Choices, definition
+from m3jax.model import M3, Choices
 from m3jax.model.names import OF_LAYERS, names_of
+from m3jax.spec import model as definition
 
 CONFIG = tiny.config("dDmM")  # each kind of layer; block 8, top-k 3
 DEEP = tiny.config("dMM")
@@ -59,10 +61,8 @@ BY_HAND = {
         "x = EDIT('input', x)\n    {line}\n    attention_norm = EDIT('attention_norm', attention_norm)",
     'values = {"q": q, "k": k, "v": v}': "q, k, v = EDIT('q', q), EDIT('k', k), EDIT('v', v)\n    {line}",
     "rules = SelectionRules(": "index_q, index_k = EDIT('index_q', index_q), EDIT('index_k', index_k)\n        {line}",
-    "out, blocks = msa(q, k, v, index_q, index_k, positions, lengths, rules, block_size=size)":
-        "scores = EDIT('block_scores', scores)\n"
-        "        blocks = EDIT('blocks', select_blocks(scores, positions, lengths, rules, block_size=size))\n"
-        "        out = sparse_attention(q, k, v, blocks, positions, lengths, block_size=size)",
+    "blocks = select_blocks(scores, positions, lengths, rules, block_size=size)  # [B K T J]":
+        "scores = EDIT('block_scores', scores)\n        {line}\n        blocks = EDIT('blocks', blocks)",
     'return linear(out.reshape(*x.shape[:2], -1), params["o_proj.weight"]), values | {"attention": out}':
         "out = EDIT('attention', out)\n    {line}",
     "middle = _rounded(x + attention_out, x)  # [B T D]; the sum is rounded, its terms are not":
@@ -84,7 +84,6 @@ def defined(edit, at) -> types.ModuleType:
         source = source.replace(f" {line}\n", " " + instead.replace("{line}", line) + "\n")
     module = types.ModuleType("changed_definition")
     vars(module).update(EDIT=edit, AT=at)
-    source = "from m3jax.msa import select_blocks, sparse_attention\n" + source
     exec(compile(source, "changed_definition", "exec"), vars(module))
     return module
 
@@ -133,7 +132,7 @@ def test_an_edit_is_the_change_made_in_the_definition(which, seed):
     for layer in [0] if which in OUTSIDE else [n for n, names in enumerate(names_of(CONFIG)) if which in names]:
         arguments = NAMES.index(which), layer
         found = flat(by_edits(model(), tokens, *arguments))
-        expected = flat(by_definition(definition.parameters(model()), tokens, *arguments))
+        expected = flat(by_definition(hub_parameters(model()), tokens, *arguments))
         for name, value in expected.items():
             own, where = found[name], f"{name} after an edit of layer {layer}"
             if own.dtype.kind == "i":

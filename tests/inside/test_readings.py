@@ -9,8 +9,10 @@ import pytest
 from support import tiny
 
 from m3jax import inside
-from m3jax.model import M3, definition
-from m3jax.msa.definition import dense_attention
+from m3jax.hub import hub_parameters
+from m3jax.model import M3
+from m3jax.spec import model as definition
+from m3jax.spec.msa import dense_attention
 
 CONFIG = tiny.config("dM")
 SIZE = CONFIG.index_block_size
@@ -32,7 +34,7 @@ def by_definition(params, tokens):
 @cache
 def defined(seed: int = 0) -> dict:
     """All values by the definition, which no reading uses."""
-    return by_definition(definition.parameters(model()), TOKENS if seed == 0 else OTHER)
+    return by_definition(hub_parameters(model()), TOKENS if seed == 0 else OTHER)
 
 
 @cache
@@ -92,9 +94,9 @@ def test_a_patch_is_that_value_of_the_other_run():
     """At a layer and a token that no other patch has, against the layers of the definition run from there."""
     effects = np.asarray(inside.patch_effects(model(), TOKENS, OTHER, METRIC, positions=(11, 42)))
     assert effects.shape == (2, 2)
-    params, lengths = definition.parameters(model()), jnp.array([43], jnp.int32)
+    params, lengths = hub_parameters(model()), jnp.array([43], jnp.int32)
     below = lambda n: {key.split(f"layers.{n}.")[1]: x for key, x in params.items() if f"layers.{n}." in key}
-    last_layer = jax.jit(lambda stream: definition.layer(below(1), stream, lengths, CONFIG, "max")[0])
+    last_layer = jax.jit(lambda stream: definition.layer(below(1), stream, lengths, CONFIG)[0])
     for column, position in enumerate((11, 42)):
         taken = defined(1)["layers"][0]["output"][:, position]
         last = last_layer(defined()["layers"][0]["output"].at[:, position].set(taken))

@@ -39,7 +39,7 @@ def test_a_step_over_tensors_runs_the_kernels_of_one_device():
         model.compute = replace(model.compute, mesh=mesh)
 
         def run(model, cache, x, positions, lengths):
-            return model.trunk(positions, cache=cache, positions=positions, lengths=lengths, embeddings=x)[0]
+            return model.hidden(positions, cache=cache, positions=positions, lengths=lengths, embeddings=x)[0]
 
         cache = jax.eval_shape(lambda: Cache.pool(config, 8, 2, 8, "bfloat16"))
         of_rows = array(jnp.bfloat16, 2, 1, config.hidden_size), array(jnp.int32, 2, 1), array(jnp.int32, 2)

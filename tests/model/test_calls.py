@@ -17,6 +17,7 @@ from m3jax import model as m3_model
 from m3jax.arrays import is_checking
 from m3jax.cache import Cache
 from m3jax.decoding import Engine, Params, Sampling
+from m3jax.media import pack
 from m3jax.model import Choices
 from m3jax.model.calls import model_call
 
@@ -41,7 +42,7 @@ def model():
     ],
 )
 @pytest.mark.parametrize("method", ["__call__", "intermediates"])
-def test_a_call_refuses(model, method, tokens, options, message):
+def test_a_call_refuses(model, method, tokens, options, message, unchecked):
     """An id beyond the vocabulary would be clamped and -1 wrap around."""
     with pytest.raises(ValueError, match=message):
         getattr(model, method)(tokens, **options)
@@ -54,8 +55,10 @@ def test_a_call_refuses(model, method, tokens, options, message):
         ("hidden", (), dict(edits={"logits.q": jnp.negative}), "edits has 'logits.q', which the model has not"),
         ("intermediates", (), dict(names=("layers.9.q",)), "names has 'layers.9.q', which the model has not"),
         ("intermediates", (), dict(stop_at=9), "stop_at = 9: layers that run, 0 to 3"),
-        *(("tapped", (layers,), {}, re.escape(f"layers = {layers}: the model has 0 (the embedding) to 3"))
-          for layers in ((), (-1,), (4,), (2, 2))),
+        ("run", (), dict(names=("layers.9.q",)), "names has 'layers.9.q', which the model has not"),
+        *(("run", (), dict(residual_layers=layers),
+           re.escape(f"residual_layers = {layers}: the model has 0 (the embedding) to 3"))
+          for layers in ((-1,), (4,), (2, 2))),
     ],
 )  # fmt: skip
 def test_a_call_refuses_values_and_layers_that_it_has_not(model, method, args, options, message):
@@ -98,6 +101,11 @@ def test_names_of_what_is_recorded_are_written_out(model):
     for name in ("logits", "layers.0.blocks"):
         with pytest.raises(ValueError, match=name):
             model.recorded_names((name,))
+
+
+def test_a_call_has_media_or_embeddings(model):
+    with pytest.raises(ValueError, match="media or embeddings, not both"):
+        model(TOKENS, media=pack((), 64), embeddings=jnp.zeros((*TOKENS.shape, CONFIG.hidden_size)))
 
 
 def test_a_second_call_compiles_nothing(model):
@@ -173,23 +181,29 @@ class Called:
     looks: Looks = struct.field(pytree_node=False, default_factory=Looks)
     dense: bool = struct.field(pytree_node=False, default=False)
 
-    @model_call("names", "stop_at")
-    def run(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        cache: Cache | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        lengths: Int[Array, " B"] | None = None,
-        embeddings: Float[Array, "B T D"] | None = None,
-        choices: Choices | None = None,
-        media: object = None,
-        edits: dict | None = None,
-        names: tuple[str, ...] | None = None,
-        stop_at: int | None = None,
-    ) -> tuple:
-        self.looks.append((is_checking(), names, stop_at))
-        return tokens, {name: edit(tokens) for name, edit in (edits or {}).items()}
+    def run(self, tokens, **arguments):
+        run, call = prepare(self, dict(tokens=tokens, **arguments))
+        return run(self, **call)
+
+
+def body(
+    model: Called,
+    tokens: Int[Array, "B T"],
+    *,
+    cache: Cache | None = None,
+    positions: Int[Array, "B T"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    embeddings: Float[Array, "B T D"] | None = None,
+    choices: Choices | None = None,
+    edits: dict | None = None,
+    names: tuple[str, ...] = (),
+    stop_at: int | None = None,
+) -> tuple:
+    model.looks.append((is_checking(), names, stop_at))
+    return tokens, {name: edit(tokens) for name, edit in (edits or {}).items()}
+
+
+prepare = model_call(body, "names", "stop_at")
 
 
 def test_a_call_is_refused_by_its_numbers(unchecked):
@@ -224,7 +238,6 @@ def test_a_call_is_refused_by_its_numbers(unchecked):
     assert "lengths[0] = 17: the model's context is 16 tokens" in found(**of_two_pages, lengths=rows(17, 4))
     for given in (dict(lengths=rows(4, 4)), dict(positions=at["positions"])):
         assert "a call with a cache needs positions [B T] and lengths [B]" in found(cache=of_one_page, **given)
-    assert "media or embeddings, not both" in found(media=(), embeddings=jnp.zeros((2, 4, 48)))
     shapes = "choices.expert_ids has shape (2, 3, 1, 2), and this call of this model needs (2, 4, 1, 2)"
     assert shapes in found(of=tiny.config("M"), choices=Choices(expert_ids=np.zeros((2, 3, 1, 2), np.int32)))
 
@@ -234,10 +247,10 @@ def test_values_are_looked_into_where_a_selection_is_changed_and_nowhere_else():
     tokens, looks = jnp.zeros((1, 2), jnp.int32), Looks()
     model = Called(tiny.config("M"), looks)
     for options, expected in (
-        ({}, (False, None, None)), (dict(edits={"layers.0.q": jnp.negative}), (False, None, None)),
-        (dict(edits={"layers.0.blocks": jnp.negative}), (True, None, None)),
-        (dict(edits={"embedding": abs, "layers.*.expert_ids": jnp.negative}), (True, None, None)),
-        (dict(names=["layers.0.q"], stop_at=1), (False, ("layers.0.q",), 1)), (dict(stop_at=1), (False, None, 1)),
+        ({}, (False, (), None)), (dict(edits={"layers.0.q": jnp.negative}), (False, (), None)),
+        (dict(edits={"layers.0.blocks": jnp.negative}), (True, (), None)),
+        (dict(edits={"embedding": abs, "layers.*.expert_ids": jnp.negative}), (True, (), None)),
+        (dict(names=["layers.0.q"], stop_at=1), (False, ("layers.0.q",), 1)), (dict(stop_at=1), (False, (), 1)),
     ):  # fmt: skip
         found = model.run(tokens, **options)
         model.run(tokens, **options)  # nothing is traced again

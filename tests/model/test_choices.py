@@ -11,8 +11,10 @@ import pytest
 from support import tiny
 
 from m3jax.execution.validity import are_blocks
-from m3jax.model import M3, Choices, definition
+from m3jax.hub import hub_parameters
+from m3jax.model import M3, Choices
 from m3jax.model.choices import NAMES, shapes_of
+from m3jax.spec import model as definition
 
 CONFIG = tiny.config("dMM")  # block 8, top-k 3; two of the three layers have experts and an index branch
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 61)), jnp.int32)
@@ -25,7 +27,7 @@ def model() -> M3:
 
 @cache
 def record() -> dict[str, np.ndarray]:
-    _, _, choices, _ = model().recorded(TOKENS, NAMES)
+    choices = model().run(TOKENS, names=NAMES, logits=False).values
     return {name: np.asarray(choice) for name, choice in choices.items()}
 
 
@@ -63,14 +65,12 @@ def test_given_choices_are_taken():
     def top_k(scores, count):
         return None, jnp.asarray(next(expert_ids))
 
-    def msa(q, k, v, index_q, index_k, positions, lengths, rules, block_size):
-        chosen = jnp.moveaxis(jnp.asarray(next(blocks)), 2, 1)  # [B T K J] -> [B K T J]
-        return definition_of_msa.sparse_attention(q, k, v, chosen, positions, lengths, block_size=block_size), chosen
+    def select_blocks(*_, **__):
+        return jnp.moveaxis(jnp.asarray(next(blocks)), 2, 1)  # [B T K J] -> [B K T J]
 
-    from m3jax.msa import definition as definition_of_msa
-
-    with mock.patch.object(definition.jax.lax, "top_k", top_k), mock.patch.object(definition, "msa", msa):
-        expected = jax.jit(lambda params: definition.forward(params, TOKENS, CONFIG))(definition.parameters(model()))
+    replaced = mock.patch.object(definition, "select_blocks", select_blocks)
+    with mock.patch.object(definition.jax.lax, "top_k", top_k), replaced:
+        expected = jax.jit(lambda params: definition.forward(params, TOKENS, CONFIG))(hub_parameters(model()))
     found = model()(TOKENS, choices=given)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
     assert np.abs(np.asarray(found) - np.asarray(model()(TOKENS))).max() > 1e-2
@@ -81,7 +81,7 @@ def test_minus_one_is_the_models_own_choice():
     given = other_choices()
     mixed = Choices(given.expert_ids.copy(), given.blocks.copy())
     mixed.expert_ids[:, 30:], mixed.blocks[:, 30:] = -1, -1
-    _, _, made, _ = model().recorded(TOKENS, NAMES, choices=mixed)
+    made = model().run(TOKENS, names=NAMES, choices=mixed, logits=False).values
     for name in NAMES:
         np.testing.assert_array_equal(made[name][:, :30], getattr(given, name)[:, :30])
     # What was made is a record of the whole call: it gives the call again.
@@ -105,8 +105,8 @@ def test_gradients_go_through_weights_and_not_through_ids():
     choices = Choices(*(x[:, :, :1] for x in (choices.expert_ids, choices.blocks)))
 
     def loss(model):
-        x, _, _ = model.trunk(TOKENS, choices=choices, remat=True)
-        return jnp.sum(jax.nn.log_softmax(model.unembed(model.final_norm(x)))[..., 3])
+        logits = model.run(TOKENS, choices=choices, remat=True).logits
+        return jnp.sum(jax.nn.log_softmax(logits)[..., 3])
 
     gradient = jax.jit(jax.grad(loss), compiler_options={"xla_backend_optimization_level": 0})(shallow)
     moe = gradient.stacks[0].mlp

@@ -13,8 +13,9 @@ from support import comparisons, tiny
 
 from m3jax import quantize
 from m3jax.checkpoint.names import targets
-from m3jax.model import definition
+from m3jax.hub import hub_parameters
 from m3jax.msa import SCHEDULES
+from m3jax.spec import model as definition
 
 CONFIG = tiny.config("dM")  # one dense and one sparse layer
 LENGTH = 40
@@ -32,7 +33,7 @@ def model(dtype: str = "float32"):
 
 @cache
 def params(dtype: str = "float32"):
-    return definition.parameters(model(dtype))
+    return hub_parameters(model(dtype))
 
 
 def drops_a_block(values: dict, lengths) -> bool:
@@ -147,4 +148,4 @@ def test_names_are_the_hubs():
 
 def test_mxfp8_weights_are_refused():
     with pytest.raises(ValueError, match=r"in MXFP8: give m3jax.model.dequantize"):
-        definition.parameters(quantize(model()))
+        hub_parameters(quantize(model()))

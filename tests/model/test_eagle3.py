@@ -83,7 +83,8 @@ class Written:
 
 @cache
 def taps_of(layers):
-    return jax.jit(lambda m, t: m.tapped(t, layers))(model(), TOKENS)
+    out = model().run(jnp.asarray(TOKENS), residual_layers=layers, logits=False)
+    return out.hidden, out.residuals
 
 
 VARIANTS = {
@@ -101,7 +102,7 @@ def test_the_paged_draft_is_the_written_one():
     Of a draft with ids of its own, which its best tokens have to be looked up by.
     """
     module = draft(**VARIANTS["reduced vocabulary"])
-    hidden, taps, _ = taps_of(module.config.taps)
+    hidden, taps = taps_of(module.config.taps)
     first = np.asarray(jnp.argmax(model().unembed(hidden)[:, LENGTH - 1], -1), np.int32)
     proposal, _ = propose(module, taps, first)
     for row in range(2):
@@ -121,7 +122,7 @@ def test_the_paged_draft_is_the_written_one():
 def test_a_draft_without_a_distribution_proposes_nothing():
     module = draft(**VARIANTS["reduced vocabulary"])
     module.norm[...] = jnp.full_like(module.norm[...], jnp.nan)  # of the logits
-    _, taps, _ = taps_of(module.config.taps)
+    _, taps = taps_of(module.config.taps)
     assert (propose(module, taps, np.zeros(2, np.int32))[0].tokens == -1).all()
 
 
@@ -134,7 +135,7 @@ BY_DEFAULT = ("released", "reduced vocabulary")
 def test_the_paged_draft_draws_from_the_written_distribution(name):
     """Its numbers, not its best tokens alone: log q of every proposal that was drawn, of the token and all others."""
     module = draft(**VARIANTS[name])
-    hidden, taps, _ = taps_of(module.config.taps)
+    hidden, taps = taps_of(module.config.taps)
     first = np.asarray(jnp.argmax(model().unembed(hidden)[:, LENGTH - 1], -1), np.int32)
     proposal, _ = propose(module, taps, first, sampling=[Sampling(temperature=1.5, seed=row) for row in range(2)])
     ids = np.arange(module.config.vocab_size) if module.target_ids is None else np.asarray(module.target_ids[...])
@@ -159,7 +160,7 @@ def test_proposals_of_a_round_are_drawn_apart():
     """
     module = draft(**VARIANTS["shared"])
     module.norm[...] = jnp.zeros_like(module.norm[...])  # of the logits: they are all 0
-    hidden, taps, _ = taps_of(module.config.taps)
+    hidden, taps = taps_of(module.config.taps)
     first = np.asarray(jnp.argmax(model().unembed(hidden)[:, LENGTH - 1], -1), np.int32)
     drawn = []
     for call in range(150):
@@ -320,7 +321,7 @@ def _learn_noted(taps, tokens, counts):
 def test_training_unrolls_what_decoding_does():
     """After any position the chain of training makes the features and logits that the paged draft makes there."""
     module = draft(**VARIANTS["shared"])
-    hidden, taps, _ = taps_of(module.config.taps)
+    hidden, taps = taps_of(module.config.taps)
     logits = model().unembed(hidden)
     found = jax.jit(draft_losses, static_argnames="steps")(module, taps, logits, TOKENS, model(), steps=3)
     written = [Written(module, model()) for _ in range(2)]
@@ -348,13 +349,13 @@ def test_taps_are_the_residual_stream():
     """T55: The off-by-one trap: 0 is the embedding, n the output of the n-th layer counted from 1, before any norm."""
     values = jax.jit(lambda m, t: m.intermediates(t))(model(), TOKENS)
     every = [values["embedding"], *(layer["output"] for layer in values["layers"])]
-    hidden, taps, _ = taps_of((0, 1, 2))
+    hidden, taps = taps_of((0, 1, 2))
     for n in range(3):
         comparisons.assert_close(taps[:, :, n], every[n], f"tap after layer {n}", "B T D", atol=1e-5)
     comparisons.assert_close(hidden, values["final_norm"], "final_norm", "B T D", atol=1e-5)
     comparisons.assert_equal(taps_of((2,))[1][:, :, 0], taps[:, :, 2], "the only tap, after layer 2", "B T D")
-    with pytest.raises(ValueError, match=r"layers = \(0, 3\): the model has 0 \(the embedding\) to 2"):
-        model().tapped(jnp.asarray(TOKENS), (0, 3))
+    with pytest.raises(ValueError, match=r"residual_layers = \(0, 3\): the model has 0 \(the embedding\) to 2"):
+        model().run(jnp.asarray(TOKENS), residual_layers=(0, 3))
 
 
 def test_what_a_draft_does_not_say_is_llama_s():

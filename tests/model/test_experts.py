@@ -95,7 +95,9 @@ def test_paths_sum_the_chosen_experts():
     def call(experts, x, ids, weights, layer):
         act = lambda gate, up: swiglu_oai(gate, up, ALPHA, LIMIT).astype(x.dtype)
         matrices = (experts.gate_proj[...], experts.up_proj[...], experts.down_proj[...])
-        return how.experts(x, ids, weights, [StackedLayer(matrix, layer) for matrix in matrices], act, (), 1.0)[0]
+        none = tuple(jnp.zeros_like(matrix[0, 0]) for matrix in matrices)  # a shared expert that adds nothing
+        rows = x[None], ids[None], weights[None]
+        return how.experts(*rows, [StackedLayer(matrix, layer) for matrix in matrices], act, none, 1.0)[0]
 
     draw = np.random.default_rng(3)
     for tokens in (4, PAIRS):
@@ -178,7 +180,7 @@ def test_router_is_float32_in_a_bfloat16_model():
     assert mlp.gate.dtype == mlp.e_score_correction_bias.dtype == jnp.float32
     assert mlp.experts.gate_proj.dtype == jnp.bfloat16
     probe = lambda values, _: {k: values[k] for k in ("ffn_norm", "expert_ids", "expert_weights")}
-    run = jax.jit(lambda m, t: m.trunk(t, probe=probe)[2][0], compiler_options=QUICK)
+    run = jax.jit(lambda m, t: m.run(t, probe=probe, logits=False).probed[0], compiler_options=QUICK)
     values = jax.tree.map(lambda x: x[0], run(model, tiny.tokens(config, 1, 40)))
     assert values["ffn_norm"].dtype == jnp.bfloat16
     assert values["expert_weights"].dtype == jnp.float32

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from m3jax.config import M3Config
-from m3jax.model import definition
-from m3jax.msa.definition import block_scores, dense_attention, msa, select_blocks
-from m3jax.msa.rules import SelectionRules
+from m3jax.spec import model as definition
+from m3jax.spec.msa import SelectionRules, block_scores, dense_attention, msa, select_blocks
 
 CONFIG = M3Config.tiny()
 RULES = SelectionRules(top_k=2, local_blocks=1, init_blocks=0)

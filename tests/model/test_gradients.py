@@ -17,8 +17,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 def loss(model: M3, tokens, remat: bool | str):
-    x, _, _ = model.trunk(tokens, remat=remat)
-    log_p = jax.nn.log_softmax(model.unembed(x)[:, :-1])
+    log_p = jax.nn.log_softmax(model.run(tokens, remat=remat).logits[:, :-1])
     return -jnp.mean(jnp.take_along_axis(log_p, tokens[:, 1:, None], -1))
 
 

@@ -12,7 +12,6 @@ from support import comparisons, tiny
 
 from m3jax.cache import Cache
 from m3jax.model import M3
-from m3jax.model.layers import gemma_norm
 from m3jax.msa import block_scores, index_topk
 
 CONFIG = tiny.config("dMM")
@@ -45,9 +44,8 @@ run_quick = jax.jit(intermediates, compiler_options={"xla_backend_optimization_l
 def extend(model, tokens, cache, positions, lengths):
     """(logits, selections of the sparse layers [L B K T J], cache)."""
     probe = lambda values, _: values.get("blocks")
-    x, cache, kept = model.trunk(tokens, cache=cache, positions=positions, lengths=lengths, probe=probe)
-    x = gemma_norm(x, model.norm[...], model.config.rms_norm_eps).astype(x.dtype)
-    return model.unembed(x), jnp.concatenate([k for k in kept if k is not None]), cache
+    out = model.run(tokens, cache=cache, positions=positions, lengths=lengths, probe=probe)
+    return out.logits, jnp.concatenate([blocks for blocks in out.probed if blocks is not None]), out.cache
 
 
 @cache

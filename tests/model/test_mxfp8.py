@@ -308,7 +308,7 @@ def test_activations_are_quantized_where_they_are_asked_to_be(kept, plain):
     is_array = lambda leaf: isinstance(leaf, MXFP8Array)
     arrays = [leaf for leaf in jax.tree.leaves(asked, is_leaf=is_array) if is_array(leaf)]
     assert len(arrays) == 19 and {array.activations for array in arrays} == {"mxfp8"}
-    run = jax.jit(lambda mlp, x: jax.tree.map(lambda leaf: leaf[0], mlp)(x, CONFIG))
+    run = jax.jit(lambda mlp, x: jax.tree.map(lambda leaf: leaf[0], mlp).on_tokens(x[None], CONFIG)[0])
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 48)), jnp.float32)
     found, left = run(asked.stacks[0].mlp, x), run(kept.stacks[0].mlp, x)
     assert not same_bits(found, left)

@@ -16,7 +16,9 @@ from m3jax import checkpoint
 from m3jax.cache import Cache
 from m3jax.completion import generate
 from m3jax.config import M3Config
-from m3jax.model import M3, definition
+from m3jax.hub import hub_parameters
+from m3jax.model import M3
+from m3jax.spec import model as definition
 
 # float32: two implementations that sum in different orders. Largest difference seen: 1e-5 (logits are about 2).
 LOGITS = 2e-4
@@ -59,7 +61,7 @@ def defined(name: str) -> dict[str, Any]:
     """Return the intermediates that the model's definition computes from the same checkpoint."""
     pair, config = oracle.pair(name), oracle.pair(name).ours.config
     run = jax.jit(lambda params, tokens: definition.intermediates(params, tokens, config))
-    return jax.device_get(run(definition.parameters(pair.ours), pair.case.tokens()))
+    return jax.device_get(run(hub_parameters(pair.ours), pair.case.tokens()))
 
 
 def worst(a: np.ndarray, b: np.ndarray) -> float:
@@ -199,8 +201,8 @@ def test_a_few_tokens_after_a_cached_prefix():
     def extend(model, tokens, cache, positions, lengths):
         probe = lambda values, _: values["blocks"]
         call = dict(cache=cache, positions=positions, lengths=lengths)
-        hidden, new = model.hidden(tokens, **call)
-        return model.unembed(hidden), model.trunk(tokens, **call, probe=probe)[2], new
+        out = model.run(tokens, **call, probe=probe)
+        return out.logits, out.probed, out.cache
 
     cache, lengths = Cache.init(pair.ours.config, case.batch, 20, "float32"), np.full(case.batch, 4, np.int32)
     positions = np.broadcast_to(np.arange(4, dtype=np.int32), (case.batch, 4))

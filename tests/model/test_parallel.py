@@ -14,11 +14,10 @@ from support import comparisons, tiny
 from m3jax import M3Config
 from m3jax import model as m3_model
 from m3jax.cache import Cache, LayerCall, Places
-from m3jax.execution import Compute, Fast
+from m3jax.execution import Compute, Fast, OverMesh, Projections, Tap
 from m3jax.execution.attend import attend, attend_over_mesh
 from m3jax.execution.divided import MATRIX_AXES
 from m3jax.execution.experts import dispatch_capacity
-from m3jax.execution.named import Values
 from m3jax.make import dotted_path
 from m3jax.model.context import selection_rules
 from m3jax.model.layers import swiglu_oai
@@ -152,9 +151,10 @@ def one_layer(mesh: str | None, is_sparse: bool, tokens: int, blocks: int) -> hl
     rules = selection_rules(CONFIG, "max") if is_sparse else None
 
     def layer(heads, pages, call):
+        projections = Projections.of_heads(heads)
         if where is None:
-            return attend(heads, pages, call, rules, Values())
-        return attend_over_mesh(heads, pages, call, rules, Values(), where)
+            return attend(projections, pages, call, rules, Tap())
+        return attend_over_mesh(projections, pages, call, rules, Tap(), where)
 
     return hlo.count(jax.jit(layer, donate_argnums=1).lower(heads, pages, call).compile(QUICK).as_text())
 
@@ -203,11 +203,13 @@ def layer_of_experts(mesh: str | None, platform: str):
     experts = tiny.model(MOE, mesh=parse_mesh(mesh) if mesh else None).stacks[0].mlp.experts
 
     def both(experts, x, ids, weights):
-        how = Fast(Compute(mesh=parse_mesh(mesh) if mesh else None))
+        how = OverMesh(Compute(mesh=parse_mesh(mesh))) if mesh else Fast(Compute())
 
         def run(experts, x, weights):
             act = lambda gate, up: swiglu_oai(gate, up, ALPHA, LIMIT).astype(x.dtype)
-            return how.experts(x, ids, weights, matrices_of(experts), act, (), 1.0)[0]  # no expert is shared
+            matrices = matrices_of(experts)
+            none = tuple(jnp.zeros_like(matrix.stack[0, 0]) for matrix in matrices)  # a shared expert that adds nothing
+            return how.experts(x[None], ids[None], weights[None], matrices, act, none, 1.0)[0]
 
         out, back = jax.vjp(run, experts, x, weights)
         return out, back(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
@@ -262,8 +264,8 @@ def divided_experts(mesh: str | None):
     def run(mlp, x, ids, weights):
         act = lambda gate, up: swiglu_oai(gate, up, ALPHA, LIMIT).astype(x.dtype)
         own = how.prepared(jax.tree.map(lambda leaf: leaf[1], mlp.shared_experts))
-        out, has_shared = how.experts(x, ids, weights, matrices_of(mlp.experts), act, own.matrices(), 2.0)
-        return out if has_shared else out + own(x, MOE)
+        of_rows = x[None], ids[None], weights[None]
+        return how.experts(*of_rows, matrices_of(mlp.experts), act, own.matrices(), 2.0)[0]
 
     return partial(jax.jit(run, compiler_options=QUICK), model.stacks[0].mlp)
 

@@ -11,7 +11,7 @@ from support.msa_strategies import GROUPED, prefill
 
 import m3jax
 from m3jax import msa
-from m3jax.msa.rules import checked
+from m3jax.msa.checks import checked
 from m3jax.msa.share import Share
 from m3jax.msa.views import Paged
 

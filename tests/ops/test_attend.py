@@ -10,9 +10,9 @@ import pytest
 from support.shares import AXIS, SIZE, devices_map, shared_memory
 
 from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous
-from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
 from m3jax.msa.share import Share
 from m3jax.ops import attend_all, attend_selected, select
+from m3jax.spec.msa import block_scores, dense_attention, select_blocks, sparse_attention
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("auto", marks=pytest.mark.further), "invariant"])

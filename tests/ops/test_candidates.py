@@ -11,8 +11,8 @@ from support.comparisons import assert_same_sets
 from support.lowering import H200, array, lower
 
 from m3jax.cache import LayerCall, Places, Scales, StackCache
+from m3jax.execution import Projections, Tap
 from m3jax.execution.attend import attend_over_mesh
-from m3jax.execution.named import Values
 from m3jax.msa import PagedIndex, SelectionRules, block_scores, select_blocks
 from m3jax.ops import Heads, interpret, select
 from m3jax.parallel import AXES, parse_mesh
@@ -85,7 +85,7 @@ def lowered_for_two_gpus(tokens: int, is_sparse: bool) -> str:
     places = Places(array(jnp.int32, 2, blocks), array(jnp.int32, *heads), array(jnp.int32, *heads))
     call = LayerCall(array(jnp.int32), places, array(jnp.int32, *heads), array(jnp.int32, 2))
     rules = SelectionRules(16) if is_sparse else None
-    attend = lambda *args: attend_over_mesh(*args, rules, Values(), mesh)
+    attend = lambda heads, *args: attend_over_mesh(Projections.of_heads(heads), *args, rules, Tap(), mesh)
     return lower(attend, projected, StackCache(keys, keys, index_k, scales), call, mesh=mesh)
 
 

@@ -10,10 +10,10 @@ import pytest
 from support.lowering import array, lower
 
 from m3jax.msa import Paged, PagedIndex, SelectionRules, contiguous, contiguous_index
-from m3jax.msa.definition import block_scores, dense_attention, select_blocks, sparse_attention
 from m3jax.msa.schedules.lanes import invariant, invariant_all, select_invariant
 from m3jax.ops import attend_all, attend_selected, interpret, run_experts, select
 from m3jax.ops.experts import ExpertWeights
+from m3jax.spec.msa import block_scores, dense_attention, select_blocks, sparse_attention
 from m3jax.tiles import by_tiles
 
 BATCH, QUERIES, HEADS, KV_HEADS, WIDTH, SIZE, BLOCKS = 2, 20, 4, 2, 16, 8, 6

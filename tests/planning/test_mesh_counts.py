@@ -38,7 +38,7 @@ def compiled(name: str, rows: int, length: int):
     cache_of_rows = Cache.init(CONFIG, rows, CONTEXT, "float32", mesh)
 
     def layers(model, cache, x, tokens, lengths):
-        return model.trunk(tokens, cache=cache, positions=tokens, lengths=lengths, embeddings=x)[:2]
+        return model.hidden(tokens, cache=cache, positions=tokens, lengths=lengths, embeddings=x)
 
     inputs = number(rows, length, WIDTH, dtype="float32"), number(rows, length), number(rows)
     program = jax.jit(layers, donate_argnums=1)

@@ -209,13 +209,14 @@ class Watched:
 
     def hidden(self, tokens, *, cache, positions, lengths):
         probe = lambda values, _: values.get("blocks")
-        x, new, kept = self.model.trunk(tokens, cache=cache, positions=positions, lengths=lengths, probe=probe)
-        blocks = jnp.concatenate([blocks for blocks in kept if blocks is not None])  # [L B K T J]
+        call = dict(cache=cache, positions=positions, lengths=lengths)
+        out = self.model.run(tokens, probe=probe, logits=False, **call)
+        blocks = jnp.concatenate([blocks for blocks in out.probed if blocks is not None])  # [L B K T J]
         places = cache.places(positions, lengths)
         page = jnp.where(places.page >= 0, places.page, cache.num_pages)
         blocks = jnp.transpose(blocks, (1, 3, 0, 2, 4)).astype(jnp.int8)  # [B T L K J]
         chosen = cache.chosen.at[page, places.offset].set(blocks, mode="drop")
-        return self.model.final_norm(x), new.replace(chosen=chosen)
+        return out.hidden, out.cache.replace(chosen=chosen)
 
     def unembed(self, hidden):
         return self.model.unembed(hidden)

@@ -17,7 +17,8 @@ FLOORS = (
         *("m3jax.make", "m3jax.parallel", "m3jax.platform", "m3jax.ranges"),
     ),
     ("m3jax.config", "m3jax.mxfp8", "m3jax.numerics", "m3jax.progress", "m3jax.text", "m3jax.tiles"),
-    ("m3jax.media", "m3jax.msa", "m3jax.weights"),
+    ("m3jax.media", "m3jax.spec", "m3jax.weights"),
+    ("m3jax.msa",),
     ("m3jax.ops",),
     ("m3jax.cache", "m3jax.vision"),
     ("m3jax.execution",),
@@ -59,15 +60,14 @@ ALL_THEY_KNOW = {
         *("m3jax.model.eagle3", "m3jax.parallel", "m3jax.platform", "m3jax.progress", "m3jax.tiles"),
     ),
     "m3jax.files": ("m3jax.messages",),
-    "m3jax.model.definition": ("m3jax.config", "m3jax.msa.definition", "m3jax.msa.rules"),
-    "m3jax.msa.definition": ("m3jax.msa.rules",),
+    "m3jax.spec": ("m3jax.config",),
     "m3jax.console": ("m3jax.interrupts", "m3jax.messages"),
     "m3jax.media": ("m3jax.config", "m3jax.messages"),
     "m3jax.progress": ("m3jax.compile_cache", "m3jax.interrupts"),
     "m3jax.text": ("m3jax.files", "m3jax.messages"),
     "m3jax.tiles": ("m3jax.platform",),
     "m3jax.weights": ("m3jax.mxfp8",),
-    "m3jax.vision.definition": (),
+    "m3jax.spec.vision": (),
 }
 # Of other people's: distributions that these may import besides the standard library.
 ALL_THEY_NEED = {
@@ -75,10 +75,10 @@ ALL_THEY_NEED = {
     **dict.fromkeys(("m3jax.console", "m3jax.interrupts", "m3jax.messages"), ()),
     "m3jax.files": ("jaxtyping", "ml_dtypes", "numpy"),
     "m3jax.media": ("PIL", "av", "jaxtyping", "numpy"),
-    "m3jax.msa.definition": ("einops", "jax", "jaxtyping"),
+    "m3jax.spec.msa": ("einops", "jax", "jaxtyping"),
     "m3jax.progress": ("rich",),
     "m3jax.text": ("jinja2", "jsonschema", "tokenizers"),  # two are an extra's
-    "m3jax.vision.definition": ("jax", "jaxtyping", "numpy"),
+    "m3jax.spec.vision": ("jax", "jaxtyping", "numpy"),
 }
 KERNEL_CALLER = "m3jax.ops"
 

@@ -11,7 +11,7 @@ from support.msa_strategies import Case
 from support.msa_strategies import attention as definition
 
 from m3jax.msa import SelectionRules, block_scores
-from m3jax.msa.definition import selection_keys
+from m3jax.spec.msa import selection_keys
 from pallas_kernels.pages import Pages, contiguous, paged
 
 

@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from m3jax import msa
-from m3jax.msa.rules import SelectionRules
 from m3jax.msa.schedules import DENSE_SCHEDULES, SCHEDULES, walk_scores
+from m3jax.spec.msa import SelectionRules
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,10 @@ from m3jax.checkpoint import tree
 from m3jax.checkpoint.reader import CheckpointError
 from m3jax.config import M3Config
 from m3jax.files.tensors import packed
-from m3jax.model import M3, abstract, definition, shardings
+from m3jax.hub import hub_parameters
+from m3jax.model import M3, abstract, shardings
 from m3jax.parallel import make_mesh
+from m3jax.spec import model as definition
 from m3jax.train import __main__ as command
 from m3jax.train import convert as conversion
 from m3jax.train.conversations import Example
@@ -144,7 +146,7 @@ def test_an_eps_above_1_says_that_a_stream_is_in_other_units(unchecked):
 def test_the_definition_says_what_a_converted_model_computes(folder):
     """With blocks left out, and an MLP whose up is not shifted."""
     model = read_dense(folder, **SMALL)
-    params = definition.parameters(model)
+    params = hub_parameters(model)
     forward = jax.jit(definition.forward, static_argnames="config", compiler_options=QUICK)
     np.testing.assert_allclose(model(TOKENS), forward(params, TOKENS, model.config), atol=2e-5)
     assert M3Config.from_dict(model.config.to_dict()) == model.config

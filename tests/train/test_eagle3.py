@@ -64,8 +64,8 @@ def test_padding_is_no_target_of_a_draft():
     module, tokens = draft(), jnp.asarray(tiny.tokens(CONFIG, 2, LENGTH, seed=1))
 
     def losses(module, model, tokens, lengths):
-        hidden, taps, _ = model.tapped(tokens, module.config.taps)
-        return draft_losses(module, taps, model.unembed(hidden), tokens, model, 2, lengths)
+        out = model.run(tokens, residual_layers=module.config.taps)
+        return draft_losses(module, out.residuals, out.logits, tokens, model, 2, lengths)
 
     run = jax.jit(losses, compiler_options=QUICK)
     of = lambda tokens, *lengths: np.array(run(module, model(), tokens, jnp.array(lengths, jnp.int32)))  # [2 S]
@@ -86,11 +86,10 @@ def test_a_draft_learns_what_the_target_writes(unchecked):
         np.testing.assert_array_equal(one, other)
     tokens = jnp.asarray(np.stack([np.pad(row, (0, LENGTH - len(row))) for row in rows]), jnp.int32)
     lengths = jnp.array([len(row) for row in rows], jnp.int32)
-    hidden, taps, _ = model().tapped(tokens, module.config.taps)
+    out = model().run(tokens, residual_layers=module.config.taps)
     loss = jax.jit(draft_losses, static_argnames="steps", compiler_options=QUICK)
     old, new = (
-        loss(one, taps, model().unembed(hidden), tokens, model(), steps=1, lengths=lengths)[0][0]
-        for one in (module, fresh)
+        loss(one, out.residuals, out.logits, tokens, model(), steps=1, lengths=lengths)[0][0] for one in (module, fresh)
     )
     assert new < old - 0.1, (old, new)
     with pytest.raises(ValueError, match="0 rows, the shortest of 0 tokens"):
@@ -169,13 +168,15 @@ def test_a_step_moves_a_draft_against_its_loss_in_the_dtype_of_a_pass(monkeypatc
         return jnp.stack([draft.w, 3 * draft.w]).astype(jnp.float32), jnp.array([0.25, 0.5])
 
     monkeypatch.setattr(eagle3, "draft_losses", of_steps)
-    model = SimpleNamespace(tapped=lambda tokens, taps: ("hidden", taps, None), unembed=lambda hidden: f"{hidden}'s")
+    model = SimpleNamespace(
+        run=lambda tokens, residual_layers: SimpleNamespace(residuals=residual_layers, logits="logits")
+    )
     optimizer = optax.sgd(0.5)
     state = eagle3.init_draft_state(Draft(jnp.bfloat16(2.0), SimpleNamespace(taps="taps")), optimizer)
     assert state.draft.w.dtype == jnp.float32 and int(state.step) == 0
     step = lambda state: draft_train_step.__wrapped__(state, model, "tokens", optimizer, 2, "bfloat16", "lengths")
     state, metrics = jax.jit(step)(state)
-    assert given == [(jnp.bfloat16, ("taps", "hidden's", "tokens", model, 2, "lengths"))]
+    assert given == [(jnp.bfloat16, ("taps", "logits", "tokens", model, 2, "lengths"))]
     slope = (1 + 0.8 * 3) / 1.8
     assert int(state.step) == 1 and state.draft.w.dtype == jnp.float32
     np.testing.assert_allclose(state.draft.w, 2 - 0.5 * slope, rtol=1e-2)

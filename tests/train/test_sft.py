@@ -87,8 +87,7 @@ def test_a_packed_document_is_as_it_is_alone():
 
     def logits(model, tokens, positions):
         model = model.with_training_paths(PackedPages, "auto")
-        x, _, _ = model.trunk(tokens, positions=positions)
-        return model.unembed(model.final_norm(x))
+        return model(tokens, positions=positions)
 
     packed = np.asarray(jax.jit(logits, compiler_options=QUICK)(model(), batch["tokens"][0], batch["positions"][0]))
     documents = list(documents_of(batch))

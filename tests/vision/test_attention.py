@@ -12,8 +12,8 @@ from support.comparisons import assert_close, assert_equal
 from support.vision import segments
 
 from m3jax.media.patches import patch_positions
+from m3jax.spec.vision import rotate
 from m3jax.vision import attend_segments, rotary_angles, rows, schedules, segment_attention, tiles
-from m3jax.vision.definition import rotate
 
 X, N, H = 48, 2, 12
 

@@ -37,9 +37,8 @@ from m3jax.decoding.protocols import (
     CHOICES,
     OF_DRAWS,
     HostStacks,
+    NamedModel,
     PagedCache,
-    RecordingModel,
-    TappedModel,
     TargetModel,
     is_invariant,
 )
@@ -316,7 +315,7 @@ def for_steps(model: TargetModel, num_tokens: int) -> TargetModel:
 
 
 def run_model(
-    model: TargetModel | TappedModel | RecordingModel,
+    model: TargetModel | NamedModel,
     drafter: Drafter | None,
     tokens: Int32[HostOrDevice, "B T"],
     cache: PagedCache,
@@ -330,7 +329,7 @@ def run_model(
     """Run the target; its cache has the host's pages for this call alone, so that no loop carries what it only reads.
 
     Args:
-      model: the target; a `TappedModel` where the drafter has taps.
+      model: The target; a `NamedModel` if the drafter has taps or values are recorded.
       drafter: says which layers' residual stream is tapped, if there is one.
       tokens: of each row.
       cache: the tokens' keys and values are written into it.
@@ -338,8 +337,7 @@ def run_model(
       positions: where each token stands; -1 for none.
       lengths: tokens of each row after this call.
       embeddings: what the layers read in place of the tokens' own embeddings.
-      records: names of choices and of other values to return; the model is a `RecordingModel` if there are some. What
-        is recorded of a draw is passed over.
+      records: Names of choices and of other values to return. Those of a draw are ignored.
       edits: as in `prefill`.
 
     Returns:
@@ -354,18 +352,21 @@ def run_model(
     if edits is not None:
         call["edits"] = edits
     tapped_layers = () if drafter is None else drafter.taps
-    taps, choices = None, {}
     of_layers = tuple(name for name in records if name not in OF_DRAWS)
-    if of_layers:
-        hidden, taps, choices, cache = model.recorded(tokens, of_layers, tapped_layers, **call)
-    elif tapped_layers:
-        hidden, taps, cache = model.tapped(tokens, tapped_layers, **call)
+    taps, values = None, {}
+    if of_layers or tapped_layers:
+        out = model.run(tokens, names=of_layers, residual_layers=tapped_layers, logits=False, **call)
+        hidden, cache, taps, values = out.hidden, out.cache, out.residuals, out.values
     else:
         hidden, cache = model.hidden(tokens, **call)
     # Ids of experts and of blocks are small: half the bytes to carry to the host.
     dtype = jnp.int16 if cache.table.shape[1] <= jnp.iinfo(jnp.int16).max else jnp.int32
-    choices = {name: choice.astype(dtype) if name in CHOICES else choice for name, choice in choices.items()}
-    return hidden, taps, choices, cache if host is None else cache.replace(host=None)
+    for name, value in values.items():
+        if name in CHOICES:
+            values[name] = value.astype(dtype)
+        elif name.endswith((".blocks", ".block_scores")):  # a request's rows of values have tokens first
+            values[name] = value.swapaxes(1, 2)  # [B K T ...] -> [B T K ...]
+    return hidden, taps, values, cache if host is None else cache.replace(host=None)
 
 
 def draw_token(

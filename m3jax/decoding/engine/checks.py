@@ -10,7 +10,7 @@ from m3jax.decoding.engine.media import MEDIA_PATCHES, MEDIA_TOKENS
 from m3jax.decoding.engine.request import Params
 from m3jax.decoding.engine.runner import PROGRAMS
 from m3jax.decoding.engine.shapes import Shapes
-from m3jax.decoding.protocols import OF_DRAWS, NamedModel, RecordingModel, TargetConfig, TargetModel, sees
+from m3jax.decoding.protocols import OF_DRAWS, NamedModel, TargetConfig, TargetModel, sees
 from m3jax.decoding.sampling import check_slots
 from m3jax.decoding.speculation.drafter import MAX_DRAFT_TOKENS, Drafter
 from m3jax.decoding.steering import STEERED, Steer, check_steering
@@ -223,7 +223,7 @@ def check_same_shapes(old: TargetModel, new: TargetModel) -> None:
 
 def check_records(names: Sequence[str], model: TargetModel) -> None:
     """Raise ValueError if a model cannot say what is to be recorded."""
-    if set(names).difference(OF_DRAWS) and not isinstance(model, RecordingModel):
+    if set(names).difference(OF_DRAWS) and not isinstance(model, NamedModel):
         raise ValueError(f"record = {tuple(names)}: a {type(model).__name__} does not say what its layers choose")
 
 

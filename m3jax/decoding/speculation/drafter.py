@@ -42,7 +42,7 @@ class Drafter(Protocol):
     B rows, C prompts of a chunk, K proposals, X = 1 + K columns of a target call, A tapped layers.
 
     Attributes:
-      taps: the layers at which it reads the target's residual stream (`TappedModel`); () for none.
+      taps: the layers at which it reads the target's residual stream (`NamedModel`); () for none.
       reads_tokens: whether a chunk must bring all tokens of its prompts.
     """
 

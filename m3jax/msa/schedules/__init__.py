@@ -1,4 +1,4 @@
-"""Schedules: ways to compute the functions of `m3jax.msa.definition` in less memory, each tested against it.
+"""Schedules: ways to compute the functions of `m3jax.spec.msa` in less memory, each tested against it.
 
 `SCHEDULES` are those of `sparse_attention` and `DENSE_SCHEDULES` those of `dense_attention`, by name and of one
 signature: (q, view, blocks, positions, lengths) -> (out, lse), without `blocks` where attention is dense.

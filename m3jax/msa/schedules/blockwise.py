@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from m3jax.msa.chunks import elements_at_once, map_chunks, rows_within
-from m3jax.msa.definition import sees
 from m3jax.msa.schedules.layout import group_rows, ungroup_rows, zero_behind_row
 from m3jax.msa.views import BlockView
 from m3jax.numerics import RunningSoftmax, accumulator
+from m3jax.spec.msa import sees
 
 _SCORE_BUDGET = 1 << 20  # scores of one step
 _FEW_ROWS = 32  # up to here pieces are longer where that pays

@@ -9,16 +9,12 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from m3jax.arrays import without_checks
 from m3jax.msa.candidates import best_of_share, join_over_devices
+from m3jax.msa.checks import checked
 from m3jax.msa.chunks import elements_at_once, map_chunks, rows_within
-from m3jax.msa.definition import pool, sees, select_blocks
-from m3jax.msa.rules import SelectionRules, checked
 from m3jax.msa.views import IndexView, contiguous_index
 from m3jax.numerics import UNSEEN, accumulator, dot_scores
-
-# A schedule hands on what its caller gave it, or pieces of that: nothing is checked again.
-_sees, _select_blocks = without_checks(sees), without_checks(select_blocks)
+from m3jax.spec.msa import SelectionRules, pool, sees, select_blocks
 
 _SCORE_BUDGET = 1 << 19  # token scores held at once; more would leave the cache of a core
 _FEW_ROWS = 128  # up to here pieces are longer
@@ -60,7 +56,7 @@ def index_walk(
     def select_chunk(index_q, positions, seen_positions):
         scores = _score_chunk(index_q, view, seen_positions, seen_lengths, rules.score, pooled)  # [B K T M]
         if share is None:
-            chosen = _select_blocks(scores, positions, lengths, rules, block_size=view.block_size)
+            chosen = select_blocks(scores, positions, lengths, rules, block_size=view.block_size)
         else:
             chosen = best_of_share(scores, positions, lengths, rules, share)
         return jax.tree.map(lambda x: x.swapaxes(1, 2), chosen)  # [B T K J]
@@ -137,7 +133,7 @@ def _score_chunk(
             token_scores = token_scores * keys.shape[-1] ** -0.5
         if masked:
             key_positions = first_block * block_size + jnp.arange(keys.shape[1], dtype=jnp.int32)
-            token_scores = jnp.where(_sees(positions, lengths, key_positions)[:, None], token_scores, UNSEEN)
+            token_scores = jnp.where(sees(positions, lengths, key_positions)[:, None], token_scores, UNSEEN)
         by_block = rearrange(token_scores, "b k t (m p) -> b k t m p", p=block_size)
         pooled = pool_tokens(by_block)  # [B K T m]
         return jnp.where(view.present(first_block, blocks_per_piece)[:, None, None], pooled, UNSEEN)

@@ -14,18 +14,13 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from m3jax.arrays import without_checks
 from m3jax.msa.candidates import best_of_share, join_over_devices
-from m3jax.msa.definition import pool, sees, select_blocks
-from m3jax.msa.rules import SelectionRules
 from m3jax.msa.schedules.layout import group_rows, ungroup_rows, zero_behind_row
 from m3jax.msa.schedules.query_major import attend_to_gathered, gather
 from m3jax.msa.views import BlockView, IndexView
 from m3jax.numerics import UNSEEN, RunningSoftmax, accumulator, dot_scores
+from m3jax.spec.msa import SelectionRules, pool, sees, select_blocks
 from m3jax.tiles import by_tiles, unknown_length
-
-# A schedule hands on what its caller gave it, or pieces of that: nothing is checked again.
-_sees, _select_blocks = without_checks(sees), without_checks(select_blocks)
 
 _LANE = 16  # queries of a row, in selection
 _DENSE_LANE = 4  # queries of a row, in dense attention, where a decode step has a lane for each row
@@ -62,7 +57,7 @@ def select_invariant(
             if rules.score == "lse":
                 token_scores = token_scores * keys.shape[-1] ** -0.5
             key_positions = piece * keys.shape[1] + jnp.arange(keys.shape[1], dtype=jnp.int32)
-            token_scores = jnp.where(_sees(seen_positions, seen_length, key_positions)[:, None], token_scores, UNSEEN)
+            token_scores = jnp.where(sees(seen_positions, seen_length, key_positions)[:, None], token_scores, UNSEEN)
             of_blocks = pool(rearrange(token_scores, "b k t (m p) -> b k t m p", p=block_size), rules.score)
             is_held = one_row.present(piece * blocks_per_piece, blocks_per_piece)[:, None, None]
             of_blocks = jnp.where(is_held, of_blocks, UNSEEN)
@@ -72,7 +67,7 @@ def select_invariant(
         pieces = _pieces_seen(seen_positions, seen_length, one_row, blocks_per_piece)
         scores = jax.lax.fori_loop(0, pieces, score_piece, unseen)[..., :num_blocks]  # [1 K T M]
         if share is None:
-            chosen = _select_blocks(scores, positions, length, rules, block_size=block_size)
+            chosen = select_blocks(scores, positions, length, rules, block_size=block_size)
         else:
             chosen = best_of_share(scores, positions, length, rules, one_row.share)
         return jax.tree.map(lambda x: x.swapaxes(1, 2), chosen)  # [1 T K J]
@@ -163,7 +158,7 @@ def invariant_all(
             key_positions = piece * piece_size + jnp.arange(piece_size, dtype=jnp.int32)  # [C]
             is_held = one_row.present(piece * blocks_per_piece, blocks_per_piece)
             is_held = jnp.repeat(is_held, view.block_size, axis=1)  # [1 C]
-            visible = _sees(positions, length, key_positions) & is_held[:, None]  # [1 T C]
+            visible = sees(positions, length, key_positions) & is_held[:, None]  # [1 T C]
             visible = jnp.repeat(visible, groups, axis=1)[:, None]  # [1 1 T*G C]
             values = jnp.where(is_held[:, None, :, None], zero_behind_row(values, key_positions, length), 0)
             return softmax.fold(queries, keys, values, visible)

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from m3jax.arrays import unchecked
-from m3jax.msa.definition import sparse_attention
 from m3jax.msa.views import BlockView, only_held
+from m3jax.spec.msa import sparse_attention
 
 
 def mask(

@@ -96,7 +96,7 @@ def named_values(model: M3, inputs: Arrays, rule: Rule) -> dict[str, np.ndarray]
         if "blocks" in layer:
             layer = layer | cut(layer["block_scores"], layer["blocks"], positions, lengths, rule)
         outputs |= {f"layers.{index}.{name}": value for name, value in layer.items()}
-    return on_host(outputs | {"taps": model.tapped(tokens, tuple(rule["taps"]))[1]})
+    return on_host(outputs | {"taps": model.run(tokens, residual_layers=tuple(rule["taps"]), logits=False).residuals})
 
 
 def runs(inputs: Arrays, rule: Rule) -> Iterator[Run]:

@@ -1,4 +1,4 @@
-"""Edits of named values, and which layers run together."""
+"""Edits and captures of named values, and which layers run together."""
 
 import gc
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import m3jax
-from m3jax.execution.named import EditedValues, Inside, apply_edit
+from m3jax.execution.tap import Tap, Taps, apply_edit
 
 
 def test_an_edit_is_rounded_to_the_value_s_dtype_and_may_see_others():
@@ -52,13 +52,13 @@ def test_an_edit_s_own_error_is_its_own():
 def edited(name, chosen, old):
     """What `checks()` say of an edit that puts a selection in the place of another, for two rows of three tokens."""
     seen = {"positions": jnp.array([[8, 9, 10], [0, 1, 2]], jnp.int32), "lengths": jnp.array([10, 2], jnp.int32)}
-    values = EditedValues({name: lambda value: chosen}, frozenset(), seen, "layers.1.", (4, 6))
+    tap = Tap(edits={name: lambda value: chosen}, seen=seen, prefix="layers.1.", limits=(4, 6))
     try:
         with m3jax.checks():
-            values[name] = old
+            new = tap(name, old)
     except ValueError as error:
         return str(error)
-    np.testing.assert_array_equal(values[name], chosen)
+    np.testing.assert_array_equal(new, chosen)
     return ""
 
 
@@ -94,13 +94,22 @@ def test_a_changed_selection_is_looked_at():
 def test_layers_that_are_asked_alike_run_together():
     """Two stacks, of two and three layers: an edit of layer 3, a value of layers 0 and 1, one of all; an early end."""
     identity = lambda value: value
-    assert Inside().runs(0, 4) == [(0, 4)]
-    inside = Inside(edits={"layers.3.q": identity}, names=("layers.0.k", "layers.1.k", "layers.*.output"))
-    assert inside.runs(0, 2) == [(0, 2)] and inside.runs(2, 3) == [(0, 1), (1, 2), (2, 3)]
-    assert Inside(names=("layers.*.k",)).runs(2, 3) == [(0, 3)]
+    assert Taps().runs(0, 4) == [(0, 4)]
+    taps = Taps(edits={"layers.3.q": identity}, names=("layers.0.k", "layers.1.k", "layers.*.output"))
+    assert taps.runs(0, 2) == [(0, 2)] and taps.runs(2, 3) == [(0, 1), (1, 2), (2, 3)]
+    assert Taps(names=("layers.*.k",)).runs(2, 3) == [(0, 3)]
     for stop_at, expected in ((0, [0, 0]), (1, [1, 0]), (2, [2, 0]), (3, [2, 1]), (9, [2, 3])):
-        ends = [Inside(stop_at=stop_at).runs(before, depth) for before, depth in ((0, 2), (2, 3))]
+        ends = [Taps(stop_at=stop_at).runs(before, depth) for before, depth in ((0, 2), (2, 3))]
         assert [sum(end - first for first, end in runs) for runs in ends] == expected
     kept = [{"output": jnp.arange(2)}, *({"output": jnp.array([layer])} for layer in (2, 3, 4))]
-    assert inside.of_layers(kept, (2, 3)) == {layer: {"output": layer} for layer in range(5)}
-    assert Inside(edits={"logits": jnp.negative}).changed("logits", jnp.ones(1)).tolist() == [-1]
+    assert taps.by_layer(kept, (2, 3)) == {layer: {"output": layer} for layer in range(5)}
+
+
+def test_a_tap_returns_its_argument_unless_it_is_edited():
+    x, tap = jnp.ones(1), Tap(kept=frozenset({"k"}), edits={"q": jnp.negative})
+    assert tap("k", x) is x and tap("v", x) is x
+    assert tap("q", x).tolist() == [-1] and tap.values["q"].tolist() == [-1]
+    assert tap.kept == {"k": x}
+    assert [tap.wants(name) for name in "qkv"] == [True, True, False]
+    assert [tap.edits(name) for name in "qkv"] == [True, False, False]
+    assert tap.wants("v", "k") and not tap.edits("k", "v")

@@ -1,56 +1,15 @@
-"""The rules of selection, and the checks of a call's arguments."""
+"""Checks of the arguments of MSA's functions."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from m3jax import arrays
+from m3jax.spec.msa import SCORES, check_integer
 
-SCORES = ("max", "lse")
 Function = TypeVar("Function", bound=Callable)
-
-
-@dataclass(frozen=True)
-class SelectionRules:
-    """The rules of selection: the number of blocks that a query keeps, the forced ones, and a block's score.
-
-    Attributes:
-      top_k: J, how many blocks a query keeps at most, forced ones included.
-      local_blocks: how many blocks, ending with the query's own, are always kept; at least 1.
-      init_blocks: how many blocks at the start of the row are always kept.
-      score: how the scores of a block's tokens become the block's own: "max"; or "lse", the log of the sum of
-        exponentials of the scores times H**-0.5.
-
-    Raises:
-      ValueError: counts that contradict each other, or an unknown score.
-
-    Source: paper section 3 (max, 16 blocks, the own one forced); SGLang for init_blocks, more local_blocks and "lse".
-    """
-
-    top_k: int
-    local_blocks: int = 1
-    init_blocks: int = 0
-    score: str = "max"
-
-    def __post_init__(self):
-        check_score(self.score)
-        for name in ("top_k", "local_blocks", "init_blocks"):
-            check_integer(name, getattr(self, name))
-        if self.local_blocks < 1 or self.init_blocks < 0 or self.local_blocks + self.init_blocks > self.top_k:
-            raise ValueError(
-                f"local_blocks = {self.local_blocks}, init_blocks = {self.init_blocks}, top_k = {self.top_k}: need "
-                "local_blocks >= 1 (a query always keeps its own block), init_blocks >= 0, and both together at most "
-                "top_k"
-            )
-
-
-def check_integer(name: str, value: object) -> None:
-    """Raise ValueError for a count that is no integer: 8.0 too, which jit would take for the 8 of a later call."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{name} = {value!r}: must be an integer, without a decimal point or quotation marks")
 
 
 def check_block_size(block_size: int) -> None:

@@ -1,31 +1,29 @@
 """MiniMax-M3's text model, defined: the function that everything else in m3jax computes.
 
-`forward` maps tokens to logits, given parameters by the hub's names. It holds all that it makes at once and computes it
-in one plain way; `m3jax.model.M3`, engines with their caches, kernels, meshes, MXFP8 and the invariant mode are
-schedules of it, and are tested against it.
+`forward` maps tokens to logits, given parameters by their hub names. It holds every value at once and computes it in
+one plain way. `m3jax.model.M3`, engines with their caches, kernels, meshes, MXFP8 and the invariant mode are schedules
+of it, and are tested against it.
 
-B rows, T tokens (token t of a row has position t), N query heads, K KV heads (and as many index heads), H width of a
-head, I width of an index head, R half of the rotated dims, D model width, F hidden width of an MLP, E experts, A
-experts of a token, V vocabulary, M blocks, J blocks that a query keeps. Matrices are [out, in], as the hub has them.
+Axes: B rows, T tokens (token t of a row has position t), N query heads, K KV heads and as many index heads, H head dim,
+I index head dim, R half of the rotated dims, D model width, F hidden width of an MLP, E experts, A experts per token,
+V vocabulary, M blocks, J slots. Matrices are [out, in], as the hub has them.
 
-Numbers have the parameters' dtype where they are stored: the residual stream, what a norm gives, q, k, v, what
-attention gives, the hidden numbers of an MLP. All between two of these is computed in float32 (float64 for a float64
-model), never rounded to tf32 or bfloat16, so that in a bfloat16 model `_rounded` marks every rounding there is. The
-router keeps float32 throughout, in every model.
+Values with a name are stored in the parameters' dtype: the residual stream, a norm's output, q, k, v, attention's
+output, and the hidden values of an MLP. Everything between two of them is computed in float32 (float64 for a float64
+model), never rounded to tf32 or bfloat16. In a bfloat16 model `_rounded` marks every rounding in this file, and
+`m3jax.spec.msa` says where attention rounds its weights and its output. The router is float32 in every model.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from m3jax.config import M3Config
-from m3jax.msa.definition import block_scores, dense_attention, msa
-from m3jax.msa.rules import SelectionRules
+from m3jax.spec.msa import SelectionRules, block_scores, dense_attention, select_blocks, sparse_attention
 
-PREFIX = "language_model."  # of all names of the text model
+PREFIX = "language_model."  # of the hub names of the text model
 
 Parameters = Mapping[str, Array]
 Values = dict[str, Array]
@@ -41,14 +39,15 @@ def forward(
     """Return the logits of every token.
 
     Args:
-      params: arrays by hub name, such as "language_model.model.embed_tokens.weight" (`parameters`, or a checkpoint's).
-      tokens: token ids; rows are right-padded.
-      config: the model's.
-      lengths: tokens of each row; all by default. What follows them is padding: no token sees it, its attention is 0,
-        and its logits mean nothing.
+      params: Arrays by hub name, such as "language_model.model.embed_tokens.weight": those of a checkpoint, or
+        `m3jax.hub_parameters(model)`.
+      tokens: Token ids; rows are right-padded.
+      config: The model's configuration.
+      lengths: Number of tokens per row; all by default. The rest is padding: no token sees it, its attention is 0, and
+        its logits mean nothing.
 
     Returns:
-      Logits, in float32 (float64 for a float64 model).
+      Logits in float32 (float64 for a float64 model).
 
     Source: transformers `MiniMaxM3VLForCausalLM`; the router's dtype: vLLM, SGLang.
     """
@@ -65,16 +64,16 @@ def intermediates(
     """Return every named value between tokens and logits.
 
     Args:
-      params, tokens, config, lengths: as in `forward`.
+      params, tokens, config, lengths: As in `forward`.
 
     Returns:
-      "embedding" [B T D], "layers" (the values of each layer by name, as `layer` says), "final_norm" [B T D] and
-      "logits" [B T V]: the names and shapes of `m3jax.model.M3.intermediates`.
+      "embedding" [B T D], "layers" (each layer's values by name, see `layer`), "final_norm" [B T D] and "logits"
+      [B T V]: the names and shapes of `m3jax.model.M3.intermediates`.
     """
     if lengths is None:
         lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
     embedding = params[f"{PREFIX}model.embed_tokens.weight"][tokens]  # [B T D]
-    x, layers = embedding, []  # not scaled by sqrt(D), though the norms are Gemma's
+    x, layers = embedding, []  # not scaled by sqrt(D), unlike in Gemma, whose norms these are
     for index in range(config.num_hidden_layers):
         name = f"{PREFIX}model.layers.{index}."
         of_layer = {key.removeprefix(name): value for key, value in params.items() if key.startswith(name)}
@@ -88,20 +87,21 @@ def intermediates(
 def layer(
     params: Parameters, x: Float[Array, "B T D"], lengths: Int[Array, " B"], config: M3Config
 ) -> tuple[Float[Array, "B T D"], Values]:
-    """Run one decoder layer: attention, then an MLP or experts, each behind a norm and added to the residual stream.
+    """Run one decoder layer: attention, then an MLP or experts, each after a norm and added to the residual stream.
 
     The names of a layer's parameters decide whether its attention is sparse, and whether it has experts.
 
     Args:
-      params: the layer's, by what follows "layers.N." in their names.
-      x: the residual stream.
-      lengths: tokens of each row.
-      config: the model's.
+      params: The layer's parameters, by the part of their names after "layers.N.".
+      x: Residual stream.
+      lengths: Number of tokens per row.
+      config: The model's configuration.
 
     Returns:
-      (residual stream, the values on the way: input, attention_norm, q [B T N H], k and v [B T K H], attention
-      [B T N H], attention_out, ffn_norm, ffn_out, output [B T D]; where attention is sparse index_q [B T K I], index_k
-      [B T I], block_scores [B K T M], blocks [B K T J]; where there are experts expert_ids, expert_weights [B T A]).
+      (residual stream, values by name). Every layer has input, attention_norm, q [B T N H], k and v [B T K H],
+      attention [B T N H], attention_out, ffn_norm, ffn_out and output [B T D]; a sparse one also index_q [B T K I],
+      index_k [B T I], block_scores [B K T M] and blocks [B K T J]; one with experts also expert_ids and expert_weights
+      [B T A].
     """
     attention_norm = _rounded(norm(x, params["input_layernorm.weight"], config.rms_norm_eps), x)
     attention_out, values = attention(_below(params, "self_attn."), attention_norm, lengths, config)
@@ -124,15 +124,15 @@ def attention(
 ) -> tuple[Float[Array, "B T D"], Values]:
     """Run one layer's grouped-query attention, over the blocks that the index branch selects if there is one.
 
-    Queries and keys are normed per head and rotated by their positions; values are not. The index branch does the same
-    with projections of its own of the same `x`: an index query for each KV head, and one index key that all share. It
-    only selects. In training no gradient goes from it to `x` (paper, section 3.2).
+    Queries and keys are normed per head and rotated by their positions; values are not. The index branch projects the
+    same `x` in the same way: an index query for each KV head, and one index key that all heads share. It only selects.
+    In training no gradient goes from it to `x` (paper, section 3.2).
 
     Args:
-      params: the layer's, by what follows "self_attn." in their names.
-      x: the output of the layer's first norm.
-      lengths: tokens of each row.
-      config: the model's.
+      params: The layer's parameters, by the part of their names after "self_attn.".
+      x: Output of the layer's first norm.
+      lengths: Number of tokens per row.
+      config: The model's configuration.
 
     Returns:
       (the output projection, not rounded, and q, k, v, attention; index_q, index_k, block_scores and blocks).
@@ -153,16 +153,16 @@ def attention(
         for_index = jax.lax.stop_gradient(x)
         index_q = normed_and_rotated("index_q", config.index_head_dim, for_index)  # [B T K I]
         index_k = normed_and_rotated("index_k", config.index_head_dim, for_index)[:, :, 0]  # [B T I]
-        score = config.index_score_type
         rules = SelectionRules(
-            config.index_topk_blocks, config.index_local_blocks, config.index_init_blocks, score
-        )  # fmt: skip
+            config.index_topk_blocks, config.index_local_blocks, config.index_init_blocks, config.index_score_type
+        )
         size = config.index_block_size
-        scores = block_scores(index_q, index_k, positions, lengths, size, score)  # [B K T M]
-        out, blocks = msa(q, k, v, index_q, index_k, positions, lengths, rules, block_size=size)
+        scores = block_scores(index_q, index_k, positions, lengths, size, rules.score)  # [B K T M]
+        blocks = select_blocks(scores, positions, lengths, rules, block_size=size)  # [B K T J]
+        out = sparse_attention(q, k, v, blocks, positions, lengths, block_size=size)  # [B T N H]
         values |= {"index_q": index_q, "index_k": index_k, "block_scores": scores, "blocks": blocks}
     else:
-        out = dense_attention(q, k, v, positions, lengths)  # [B T N H], rounded once, as that of selected blocks
+        out = dense_attention(q, k, v, positions, lengths)  # [B T N H]
     return linear(out.reshape(*x.shape[:2], -1), params["o_proj.weight"]), values | {"attention": out}
 
 
@@ -170,9 +170,9 @@ def rope(x: Float[Array, "B T _ H"], positions: Int[Array, "B T"], config: M3Con
     """Rotate dims i and i + R of each head by position x theta^(-i / R), for i < R; dims from 2R on stay as they are.
 
     Args:
-      x: heads, in float32 at least.
-      positions: of each token.
-      config: rotary_dim = 2R, rope_theta.
+      x: Heads, in float32 at least.
+      positions: Position of each token.
+      config: The model's configuration: rotary_dim = 2R, rope_theta.
     """
     half = config.rotary_dim // 2  # R
     exponent = jnp.arange(0, config.rotary_dim, 2, dtype=x.dtype) / config.rotary_dim  # [R]
@@ -190,23 +190,23 @@ def mixture_of_experts(
 ) -> tuple[Float[Array, "B T D"], Values]:
     """Return the weighted sum of each token's experts times routed_scaling_factor, plus the shared expert.
 
-    A token chooses the A experts whose score plus bias is highest; of equal ones the lower id. They are weighed by
-    their scores alone, divided by the sum of these A. No expert has a capacity and no token is dropped.
+    A token chooses the A experts with the highest score plus bias; the lower id among equal ones. They are weighted by
+    their scores alone, divided by the sum of these A scores. No expert has a capacity, and no token is dropped.
 
     Args:
-      params: the layer's, by what follows "block_sparse_moe." in their names.
-      x: the output of the layer's second norm.
-      config: the model's.
+      params: The layer's parameters, by the part of their names after "block_sparse_moe.".
+      x: Output of the layer's second norm.
+      config: The model's configuration.
 
     Returns:
-      (the sum, not rounded, and expert_ids and expert_weights [B T A]). A score that is NaN makes the token's output
-      NaN: it would take part in no comparison, and be passed over. So do A scores that are all 0, whose weights are
-      0 / 0: there is no epsilon in the sum, as there is none in transformers (T45).
+      (the sum, not rounded; expert_ids and expert_weights [B T A]). A NaN score makes the token's output NaN; otherwise
+      top-k would silently skip that expert. So do A scores of 0, whose weights are 0 / 0: the sum has no epsilon, as in
+      transformers (T45).
     """
     gate = params["gate.weight"]  # [E D], float32 in every model
     scores = jax.nn.sigmoid(linear(x.astype(gate.dtype), gate))  # [B T E]
     biased = scores + params["e_score_correction_bias"]
-    # The bias balances the load among experts: it moves the choice, and no weight.
+    # The bias balances the load among experts: it changes the choice, and no weight.
     _, expert_ids = jax.lax.top_k(biased, config.num_experts_per_tok)  # [B T A]
     weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -216,7 +216,7 @@ def mixture_of_experts(
     for expert in range(config.num_local_experts):
         out = mlp(_below(params, f"experts.{expert}."), x, config, names=("w1", "w3", "w2"))  # [B T D]
         weight = jnp.sum(jnp.where(expert_ids == expert, weights, 0.0), axis=-1, keepdims=True)  # [B T 1]
-        # Where it was not chosen its output does not count, not even as 0 x NaN.
+        # The output of an expert that was not chosen does not count, not even as 0 x NaN.
         is_chosen = jnp.any(expert_ids == expert, axis=-1, keepdims=True)
         routed += jnp.where(is_chosen, out * weight, 0.0)
     shared = mlp(_below(params, "shared_experts."), x, config)
@@ -230,15 +230,15 @@ def mlp(
     config: M3Config,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Float[Array, "B T D"]:
-    """Run an MLP by SwiGLU-OAI, (up + 1) * gate * sigmoid(alpha * gate), gate clamped above, up on both sides at limit.
+    """Run an MLP by SwiGLU-OAI: (up + 1) * gate * sigmoid(alpha * gate), gate clamped above, up on both sides at limit.
 
     The 1 is swiglu_beta. With beta 0, alpha 1 and a limit that no number reaches this is the SwiGLU of other models.
 
     Args:
-      params: its three matrices.
-      x: activations.
-      config: swiglu_alpha, swiglu_limit, swiglu_beta.
-      names: of gate [F D], up [F D] and down [D F].
+      params: The three matrices.
+      x: Activations.
+      config: The model's configuration: swiglu_alpha, swiglu_limit, swiglu_beta.
+      names: Names of gate [F D], up [F D] and down [D F].
 
     Returns:
       The product with `down`, not rounded.
@@ -251,13 +251,13 @@ def mlp(
     return linear(hidden, params[f"{names[2]}.weight"])
 
 
-# What all of them use
+# Building blocks
 
 
 def norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
     """Return x / sqrt(mean(x^2) + eps) times 1 + weight, in float32 at least."""
     x = x.astype(_wide(x))
-    # Gemma's form: what is stored is the factor's difference from 1, which bfloat16 resolves finer than the factor.
+    # Gemma's form: the stored weight is the factor minus 1, which bfloat16 resolves more finely than the factor.
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * (1.0 + weight.astype(x.dtype))
 
 
@@ -272,63 +272,10 @@ def _wide(x: Float[Array, "..."]) -> jnp.dtype:
 
 
 def _rounded(x: Float[Array, "..."], like: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return x in the dtype of the activations: the one rounding of the expression that it is given."""
+    """Return x in the dtype of the activations: the only rounding of the expression in its argument."""
     return x.astype(like.dtype)
 
 
 def _below(params: Parameters, prefix: str) -> Parameters:
-    """Return the parameters whose names begin with a prefix, by the rest of their names."""
+    """Return the parameters whose names start with a prefix, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
-
-
-def parameters(model: Any) -> Parameters:
-    """Return a model's parameters as `forward` takes them: by hub name, matrices [out, in], without vision.
-
-    Args:
-      model: an `m3jax.model.M3` whose weights are numbers.
-
-    Raises:
-      ValueError: weights in MXFP8.
-    """
-    if model.is_mxfp8:
-        raise ValueError("the model's weights are in MXFP8: give m3jax.model.dequantize(model)")
-    params = {f"{PREFIX}{name}.weight": getattr(model, name.rpartition(".")[2])[...]
-              for name in ("model.embed_tokens", "model.norm", "lm_head")}  # fmt: skip
-    first = 0
-    for stack in model.stacks:
-        for index in range(stack.depth):
-            params |= _of_layer(f"{PREFIX}model.layers.{first + index}.", stack, index)
-        first += stack.depth
-    return params
-
-
-def _of_layer(prefix: str, stack: Any, index: int) -> Parameters:
-    """Return one layer's parameters by hub name; M3's have a layer axis, inputs before outputs, an axis of heads."""
-    params = {}
-
-    def put(name: str, module: Any, matrices: tuple[str, ...], vectors: tuple[str, ...] = ()):
-        for matrix in matrices:
-            if hasattr(module, matrix):
-                weight = getattr(module, matrix)[...][index]
-                inputs = weight.shape[0] * (weight.shape[1] if matrix == "o_proj" else 1)  # heads and their width
-                params[f"{prefix}{name}{matrix}.weight"] = weight.reshape(inputs, -1).T
-        for vector in vectors:
-            if hasattr(module, vector):
-                params[f"{prefix}{name}{vector}.weight"] = getattr(module, vector)[...][index]
-
-    mlp_names = "gate_proj", "up_proj", "down_proj"
-    names = "q", "k", "index_q", "index_k"
-    projections = "q_proj", "k_proj", "v_proj", "o_proj", "index_q_proj", "index_k_proj"
-    put("", stack, (), ("input_layernorm", "post_attention_layernorm"))
-    put("self_attn.", stack.self_attn, projections, tuple(f"{name}_norm" for name in names))
-    if not hasattr(stack.mlp, "experts"):
-        put("mlp.", stack.mlp, mlp_names)
-        return params
-    put("block_sparse_moe.", stack.mlp, ("gate",))
-    put("block_sparse_moe.shared_experts.", stack.mlp.shared_experts, mlp_names)
-    params[f"{prefix}block_sparse_moe.e_score_correction_bias"] = stack.mlp.e_score_correction_bias[...][index]
-    for ours, theirs in zip(mlp_names, ("w1", "w3", "w2"), strict=True):
-        of_experts = getattr(stack.mlp.experts, ours)[...][index]  # [E in out]
-        for expert, weight in enumerate(of_experts):
-            params[f"{prefix}block_sparse_moe.experts.{expert}.{theirs}.weight"] = weight.T
-    return params
