@@ -32,7 +32,16 @@ NOT_SHOWN = {
 }
 # Rooms whose names users call; the others are what these are built of, and their names may move.
 PUBLIC = (
-    *("m3jax", "m3jax.text_model", "m3jax.dialogue", "m3jax.decoding", "m3jax.text", "m3jax.media", "m3jax.msa"),
+    *(
+        "m3jax",
+        "m3jax.spec",
+        "m3jax.text_model",
+        "m3jax.dialogue",
+        "m3jax.decoding",
+        "m3jax.text",
+        "m3jax.media",
+        "m3jax.msa",
+    ),
     *("m3jax.model", "m3jax.vision", "m3jax.config", "m3jax.checkpoint", "m3jax.mxfp8", "m3jax.cache"),
     *("m3jax.parallel", "m3jax.planning", "m3jax.train", "m3jax.vectors", "m3jax.compare", "m3jax.evaluate"),
     "m3jax.inside",

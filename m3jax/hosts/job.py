@@ -11,7 +11,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Job:
+class HostJob:
     """The place of this process among those of a run.
 
     Attributes:
@@ -31,7 +31,7 @@ class Job:
     start_timeout: int = 300
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "Job | None":
+    def of(cls, args: argparse.Namespace) -> "HostJob | None":
         """Return the job that parsed arguments name; None where they name none.
 
         Args:

@@ -17,7 +17,7 @@ from m3jax.console import ERROR, is_the_users, print_error
 from m3jax.hosts.agree import agree, folders, versions
 from m3jax.hosts.channel import Channel, Store
 from m3jax.hosts.deaths import NativeOutput, end_in_one_line, takes_last_word
-from m3jax.hosts.job import Job
+from m3jax.hosts.job import HostJob
 from m3jax.hosts.start import connect
 from m3jax.interrupts import INTERRUPTED
 
@@ -48,7 +48,7 @@ def on_hosts(
     Raises:
       ValueError: processes that do not come, or that do not fit together.
     """
-    job = Job.of(args)
+    job = HostJob.of(args)
     if job is None:
         work(None)
         return
@@ -103,7 +103,7 @@ def _end_with_others(store: Store, prog: str) -> None:
         os._exit(ERROR)
 
 
-def _end_all(error: BaseException, prog: str, verbose: bool, job: Job, store: Store | None) -> None:
+def _end_all(error: BaseException, prog: str, verbose: bool, job: HostJob, store: Store | None) -> None:
     """Print an error, tell the others, and end this process."""
     if isinstance(error, jax.errors.JaxRuntimeError) and store is not None:
         # Where another process died in a collective, the line that names it follows within a heartbeat.

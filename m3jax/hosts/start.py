@@ -8,13 +8,13 @@ import jax
 from jax._src import distributed  # the client has no public name
 
 from m3jax.hosts.channel import Store
-from m3jax.hosts.job import Job
+from m3jax.hosts.job import HostJob
 from m3jax.progress import VARIABLE
 
 _SHUTDOWN_SECONDS = 60
 
 
-def connect(job: Job) -> Store:
+def connect(job: HostJob) -> Store:
     """Connect this process with the others, and return the store that they share.
 
     Args:
@@ -59,7 +59,7 @@ def _check_free(address: str) -> None:
             raise ValueError(f"--coordinator {address}: process 0 cannot listen there: {error.strerror}") from None
 
 
-def _wait_for_coordinator(job: Job) -> None:
+def _wait_for_coordinator(job: HostJob) -> None:
     """Return when something listens at the coordinator's address.
 
     Raises:
@@ -80,7 +80,7 @@ def _wait_for_coordinator(job: Job) -> None:
     )
 
 
-def _why_not_started(message: str, job: Job) -> str:
+def _why_not_started(message: str, job: HostJob) -> str:
     """Return a line for an error of JAX's start."""
     if "ALREADY_EXISTS" in message or "ABORTED" in message or "different incarnation" in message:
         return (

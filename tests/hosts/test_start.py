@@ -12,7 +12,7 @@ from support.hosts_arguments import ONE, arguments
 
 from m3jax.hosts import start
 from m3jax.hosts.arguments import check_hosts
-from m3jax.hosts.job import Job
+from m3jax.hosts.job import HostJob
 from m3jax.hosts.start import connect
 
 # Arguments
@@ -58,10 +58,10 @@ def test_the_edges_of_what_a_run_may_be_called():
         args = arguments(*words)
         check_hosts(args)
         numbers = args.num_processes, args.process_id
-        assert Job.of(args) == Job(words[1], *numbers, None, args.heartbeat, args.start_timeout)
+        assert HostJob.of(args) == HostJob(words[1], *numbers, None, args.heartbeat, args.start_timeout)
     check_hosts(arguments())
     check_hosts(arguments("--coordinator", "auto", "--mesh", "data=1"))
-    assert Job.of(arguments()) is None
+    assert HostJob.of(arguments()) is None
 
 
 def test_slurm_names_the_job(monkeypatch):
@@ -72,10 +72,10 @@ def test_slurm_names_the_job(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")
     monkeypatch.setenv("JAX_COORDINATOR_PORT", "1234")
     args = Namespace(coordinator="auto", heartbeat=30, start_timeout=5)
-    assert Job.of(args) == Job("node3:1234", 2, 1, None, 30, 5)
+    assert HostJob.of(args) == HostJob("node3:1234", 2, 1, None, 30, 5)
     for tasks in ("8(x2)", "1,2", "16"):  # also of a first host with one process and a second with two
         monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
-        assert Job.of(args) == Job("node3:1234", 2, 1, (0,), 30, 5)
+        assert HostJob.of(args) == HostJob("node3:1234", 2, 1, (0,), 30, 5)
 
 
 # The start
@@ -110,7 +110,7 @@ def test_jax_is_started_as_the_job_says(started, listening, monkeypatch, process
         server.close()
     clock = iter([50.0, *[50.0] * (2 * (process_id > 0)), 50.0 + waited])
     monkeypatch.setattr(start.time, "monotonic", lambda: next(clock))
-    store = connect(Job(address, 3, process_id, (4, 5), heartbeat=7, start_timeout=600))
+    store = connect(HostJob(address, 3, process_id, (4, 5), heartbeat=7, start_timeout=600))
     store.set("a", b"b")
     assert start.distributed.global_state.client.values == {"m3jax/a": b"b"}
     assert (store.process_id, store.num_processes) == (process_id, 3)
@@ -130,11 +130,11 @@ def test_a_coordinator_that_never_comes_and_a_port_that_is_taken(started, listen
     server, address = listening
     line = f"--coordinator {address}: process 0 cannot listen there: Address already in use"
     with pytest.raises(ValueError, match=re.escape(line)):
-        connect(Job(address, 2, 0))
+        connect(HostJob(address, 2, 0))
     server.close()
     line = f"process 1 of 2: no coordinator at {address} in 1 s (Connection refused)"
     with pytest.raises(ValueError, match=re.escape(line)):
-        connect(Job(address, 2, 1, start_timeout=1))
+        connect(HostJob(address, 2, 1, start_timeout=1))
 
 
 def test_a_port_is_free_again_as_soon_as_who_listened_has_gone(started, listening):
@@ -148,7 +148,7 @@ def test_a_port_is_free_again_as_soon_as_who_listened_has_gone(started, listenin
     server.close()
     with socket.socket() as plain, pytest.raises(OSError, match="in use"):
         plain.bind(("", port))
-    connect(Job(address, 2, 0))
+    connect(HostJob(address, 2, 0))
 
 
 @pytest.mark.parametrize(
@@ -167,5 +167,5 @@ def test_why_processes_could_not_start(started, listening, monkeypatch, said, li
 
     monkeypatch.setattr(jax.distributed, "initialize", refuse)
     with pytest.raises(ValueError, match=re.escape(line.replace("ADDRESS", listening[1]))) as caught:
-        connect(Job(listening[1], 3, 1, start_timeout=20))
+        connect(HostJob(listening[1], 3, 1, start_timeout=20))
     assert "\n" not in str(caught.value)
