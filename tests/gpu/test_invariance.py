@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from m3jax import M3Config, quantize
-from m3jax.cache import Places
+from m3jax.cache import CallPages, Places
 from m3jax.config import FULL, SPARSE
 from m3jax.decoding import Engine, Generation, Params, Sampling
 from m3jax.decoding.device.step import draw_token
@@ -85,12 +85,14 @@ def test_a_token_has_the_same_bits_in_programs_for_any_number_of_tokens(part, pa
     assert not count, f"{part}: {count} of {compared} tokens differ"
 
 
-class NoPages:
+class NoPages(CallPages):
     """Pages that hold nothing: attention returns its queries, after every head has passed the tap."""
 
-    insert_backend = staticmethod(lambda *_, **__: "xla")
-    write = lambda self, *_: self
-    select = staticmethod(lambda call, index_q, rules: jnp.zeros((*index_q.shape[:3], 1), jnp.int32).swapaxes(1, 2))
+    def write(self, call, k, v, index_k):
+        return self
+
+    def select(self, call, index_q, rules):
+        return jnp.zeros((*index_q.shape[:3], 1), jnp.int32).swapaxes(1, 2)  # [B K T 1]
 
     def attend_selected(self, call, q, blocks):
         return q, self
