@@ -14,6 +14,7 @@ import optax
 import pytest
 from jax.sharding import SingleDeviceSharding
 from support import tiny
+from tiny.arguments import mismatch
 from tiny.losses import TinyLoss
 
 import m3jax
@@ -25,7 +26,7 @@ from m3jax.train import step as training
 from m3jax.train.losses import MSALoss
 from m3jax.train.rollouts import RolloutLoss
 from m3jax.train.sft import SFTLoss
-from m3jax.train.step import TrainState, balance, init_state, make_optimizer
+from m3jax.train.step import TrainState, balance, cast_weights, init_state, make_optimizer
 
 QUICK = {"xla_backend_optimization_level": 0}
 CONFIG = tiny.config("M")  # a layer that selects, with experts: a step of two kinds of layers compiles twice as long
@@ -410,7 +411,7 @@ def test_a_dense_run_keeps_its_index_branch(script, monkeypatch, tmp_path):
     script.main(arguments(tmp_path, "dense", "--dense"))
     assert loss.trained == ["dense"] and asked["kl_weight"] == 0
     assert "caught" not in json.loads((tmp_path / "dense" / "report.json").read_text())
-    begin = by_name(script.cast_weights(script.init(script.CONFIG, 0), "bfloat16"))
+    begin = by_name(cast_weights(script.init(script.CONFIG, 0), "bfloat16"))
     end = by_name(m3jax.load(tmp_path / "dense" / "model", dtype="bfloat16", progress=False))
     for name in ("stacks.0.self_attn.index_q_proj.value", "stacks.0.self_attn.index_k_proj.value"):
         np.testing.assert_array_equal(end[name], begin[name], err_msg=name)
@@ -420,9 +421,7 @@ def test_a_dense_run_keeps_its_index_branch(script, monkeypatch, tmp_path):
 
 def test_a_folder_belongs_to_one_kind_of_run(script, tmp_path, capsys):
     (tmp_path / "run").mkdir()
-    settings = vars(script._parser().parse_args(arguments(tmp_path, "run")))
-    remembered = ("dense", "short", "seed", "learning_rate", "recall_weight", "schedule")
-    assert script.mismatch(tmp_path / "run", {name: settings[name] for name in remembered}) is None
+    assert mismatch(tmp_path / "run", dict(dense=False, short=True, seed=0)) is None  # and remembers these settings
     with pytest.raises(SystemExit, match="2"):
         script.main(arguments(tmp_path, "run", "--dense", "--seed", "1"))
     assert "dense = False, not True; seed = 0, not 1" in capsys.readouterr().err
