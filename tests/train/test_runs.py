@@ -80,7 +80,7 @@ def lines(folder: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> tuple[list[dict], list[Path], M3]:
     """An undisturbed run, what its folder was like after each round, as a killed process leaves it, and its model."""
-    folder, copies = tmp_path_factory.mktemp("whole"), []
+    folder, copies = tmp_path_factory.mktemp("policy_run", numbered=False), []
 
     def say(text):
         copies.append(folder.parent / f"after{len(copies) + 1}")
@@ -101,7 +101,7 @@ def test_trainer_and_engine_read_one_policy_with_all_knobs_on(whole):
         parts = line["reward_mean.letters"] + 0.01 * line["reward_mean.length"]
         assert line["reward_mean"] == pytest.approx(parts)
     assert found[0]["kl_reference"] == 0 < found[1]["kl_reference"]
-    states = whole[1][0].parent / "whole0" / "states"
+    states = whole[1][0].parent / "policy_run" / "states"
     assert sorted(int(state.name) for state in states.iterdir()) == [2, 3], "the last two, of one step a round"
 
 
