@@ -28,7 +28,7 @@ from m3jax.execution.over_mesh import OverMesh
 from m3jax.execution.projections import Projections
 from m3jax.make import dotted_path
 from m3jax.mxfp8 import MXFP8Array
-from m3jax.ops import measured, project, project_each
+from m3jax.ops import measured
 from m3jax.ops.cases import Stored
 from m3jax.ops.experts import Activation, ExpertWeights
 from m3jax.parallel import TokenAxes, spec, token_axes
@@ -168,8 +168,7 @@ class Divided(OverMesh):
             return ops.sums_in_tiles(x, experts, held_ids, weights, layer, activate, most_pairs)
 
         def shared_outputs():
-            gate, up = project_each("xd,df->xf", x, shared[:2])
-            return once(project("xf,fd->xd", activate(gate, up), shared[2]))
+            return once(plain.mlp(x, shared, activate))
 
         if not is_divided:
             return scale * part(*of_tokens, expert_ids.size) + shared_outputs()

@@ -91,7 +91,7 @@ class Fast:
         self, x: Float[Array, "B T D"], routed: Float[Array, "B T D"], shared: tuple[Weight, ...], activate: Activation
     ) -> Float[Array, "B T D"]:
         """Return the scaled routed sum plus the shared expert, in the accumulator's dtype."""
-        return self.each_token(lambda x, routed: routed + plain.shared_expert(x, shared, activate))(x, routed)
+        return self.each_token(lambda x, routed: routed + plain.mlp(x, shared, activate))(x, routed)
 
     def sum_of_experts(self, out: Float[Array, "X A D"], weights: Float[Array, "X A"]) -> Float[Array, "X D"]:
         """Return the weighted sum over each token's experts."""

@@ -94,7 +94,7 @@ def replay_experts(
     return jnp.where(is_given, given_ids, expert_ids), jnp.where(is_another, given_weights, weights)
 
 
-def shared_expert(x: Float[Array, "... D"], matrices: Sequence[Weight], activate: Activation) -> Float[Array, "... D"]:
+def mlp(x: Float[Array, "... D"], matrices: Sequence[Weight], activate: Activation) -> Float[Array, "... D"]:
     """Return an MLP of x, left in the accumulator's dtype.
 
     Args:

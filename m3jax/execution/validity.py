@@ -1,4 +1,4 @@
-"""The rules that a token's experts and blocks obey, whoever chose them: a layer, an edit or a record."""
+"""The rules for a token's experts and blocks, whether a layer, an edit or a record chose them."""
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -14,7 +14,7 @@ def are_blocks(blocks: Int[np.ndarray, "*X J"], own_block: Int[np.ndarray, "..."
 
     Args:
       blocks: Selected ids of each query.
-      own_block: Block that each query lies in; broadcasts against X.
+      own_block: Own block of each query; broadcasts against X.
     """
     count = (blocks >= 0).sum(-1, keepdims=True)
     last = np.take_along_axis(blocks, np.maximum(count - 1, 0), axis=-1)[..., 0]

@@ -37,10 +37,10 @@ def compiled(*static: str) -> Callable[[Method], Method]:
 
 
 def model_call(body: Body, *static: str) -> Callable[[Any, dict[str, Any]], tuple[Body, dict[str, Any]]]:
-    """Return a function of a model and a call's arguments that checks them and says what runs the call.
+    """Return a function of a model and a call's arguments that checks them and returns a runner and its arguments.
 
-    It returns `body`, compiled, and the arguments for it. While something else is traced it returns `body` itself: a
-    program of its own would hide the call there.
+    The runner is `body`, compiled. While something else is traced it is `body` itself: a separate program would hide
+    the call there.
 
     Args:
       body: Function of a model and the arguments, which it annotates.

@@ -136,7 +136,7 @@ class Choices:
 def join_choices(
     name: str, runs: Sequence[Mapping[str, Int[Array, "L ..."]]], config: M3Config, batch: int, length: int
 ) -> Int[Array, "B T L ..."]:
-    """Return what all layers chose, as `Choices` has it.
+    """Return the choices of all layers in the layout of `Choices`.
 
     Args:
       name: Name of the choice, "expert_ids" or "blocks".

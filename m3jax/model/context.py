@@ -72,11 +72,11 @@ class Output(NamedTuple):
     """The results of `M3.run`.
 
     Attributes:
-      logits: Logits in float32 (float64 for a float64 model); None if they are not asked for.
+      logits: Logits in float32 (float64 for a float64 model); None if not requested.
       hidden: Residual stream after the final norm, in the model's dtype; None if the call stops before it.
       cache: The cache with the new tokens; None in a call without one.
-      values: Values that were asked for, by full name.
-      residuals: Residual stream, before any norm, at the A layers that were asked for; None without any.
+      values: Requested values, by full name.
+      residuals: Residual stream, before any norm, at the A requested layers; None without any.
       probed: Results of the probe, a list with one item for each stack of layers, stacked over its layers.
     """
 

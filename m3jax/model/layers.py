@@ -10,11 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from m3jax.config import M3Config
 from m3jax.execution import Tap
-from m3jax.execution.plain import add, add_norm, apply_rope, gemma_norm
+from m3jax.execution.plain import add, add_norm, apply_rope, gemma_norm, mlp
 from m3jax.make import Make
 from m3jax.model.context import Context
 from m3jax.numerics import accumulator
-from m3jax.ops import project, project_each
 from m3jax.ops.experts import Activation
 from m3jax.weights import Weight
 
@@ -81,6 +80,4 @@ class MLP(nnx.Module):
 
     def on_tokens(self, x: Float[Array, "B T D"], config: M3Config) -> Float[Array, "B T D"]:
         """Return the MLP of some tokens."""
-        gate_proj, up_proj, down_proj = self.matrices()
-        gate, up = project_each("...d,df->...f", x, (gate_proj, up_proj))  # [B T F] twice
-        return project("...f,fd->...d", activation(config, x.dtype)(gate, up), down_proj)
+        return mlp(x, self.matrices(), activation(config, x.dtype))

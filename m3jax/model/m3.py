@@ -151,9 +151,9 @@ class M3(WithVariants, WithTower):
             has them; "expert_ids" and "blocks" for the choices of all layers, as `Choices` has them.
           residual_layers: Layers whose residual stream is returned: 0 is the embedding, n the output of the n-th layer,
             counted from 1. Other than with `names`, one scan runs all layers of a stack.
-          probe: Function of (a layer's values by name, what the layers of the call share), whose results are returned.
+          probe: Function of (a layer's values by name, the call's `Context`), whose results are returned.
           stop_at: Number of layers that run; by default all, the final norm and the head.
-          logits: False leaves out the head, for callers that need the logits of a few tokens only (`unembed`).
+          logits: False skips the head, for callers that need the logits of a few tokens only (`unembed`).
           remat: Activations that the backward pass recomputes (`m3jax.execution.Compute`).
 
         Raises:
@@ -311,7 +311,7 @@ def _run(
     logits: bool = True,
     remat: Remat = False,
 ) -> Output:
-    """Run a model; the arguments are those of `M3.run`."""
+    """Run a model, with the arguments of `M3.run`."""
     config, how = model.config, model.execution(cache is not None, remat)
     value_names.check_reach(config, cache is not None, residual_layers, stop_at)
     # Right-padded rows begin at position 0: blocks are counted from a row's first token (T6).

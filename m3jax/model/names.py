@@ -37,7 +37,7 @@ def names_of(config: M3Config, dense: bool = False) -> list[tuple[str, ...]]:
 
 
 def all_names(config: M3Config, dense: bool, stop_at: int | None = None) -> tuple[str, ...]:
-    """Return names that stand for all values of a call.
+    """Return the names of all values of a call, with "layers.*." for every layer.
 
     Args:
       config, dense: As in `names_of`.
@@ -48,7 +48,11 @@ def all_names(config: M3Config, dense: bool, stop_at: int | None = None) -> tupl
 
 
 def by_layer(values: Mapping[str, Array]) -> dict[str, Any]:
-    """Return values by full name with those of layers in a list, "layers", of one dictionary a layer."""
+    """Return values with the layers' in a list, "layers", of one dictionary per layer.
+
+    Args:
+      values: Values by full name.
+    """
     found: dict[str, Any] = {name: value for name, value in values.items() if name in OUTSIDE}
     layers: dict[int, dict[str, Array]] = {}
     for name, value in values.items():

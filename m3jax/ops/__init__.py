@@ -1,6 +1,6 @@
 """The operations of a layer where they run: which schedule of `m3jax.msa`, or which kernel, computes a call.
 
-Nothing else imports `pallas_kernels`. What an operation means stands in `m3jax.spec.msa`.
+Nothing else imports `pallas_kernels`. `m3jax.spec.msa` defines the operations.
 """
 
 from m3jax.ops.attend import attend_all, attend_selected, check_schedule
